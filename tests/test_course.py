@@ -222,3 +222,12 @@ def test_submissions_may_use_torch_and_numpy() -> None:
         run_again("rloo", "def f(s):\n    s = np.array(s)\n    return s - (s.sum() - s) / (len(s) - 1)", 3) == "right"
     )
     assert run_again("rloo", "def f(s): return [x - sum(s) / len(s) for x in s]", 3) == "nearly"
+
+
+def test_what_is_called_an_exercise_has_a_checker_and_a_solution() -> None:
+    """Lessons' exercises have both (above); what other notebooks suggest is called "To try" and promises neither."""
+    called = []
+    for path in sorted((ROOT / "nbs").rglob("*.ipynb")):
+        told = "\n".join(c["source"] for c in cells(path) if c["cell_type"] == "markdown")
+        called += [path] if re.search(r"^#+ Exercises?$", told, re.M) else []
+    assert called == LESSONS, [str(p) for p in {*called} ^ {*LESSONS}]
