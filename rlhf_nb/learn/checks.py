@@ -254,11 +254,11 @@ def submit(student: str, file: str | Path | None = None) -> Path:
 
 
 def _answers() -> None:
-    """(in the child) Run the code on all cases, and write down what it gave: it knows no truth, and gives no verdict."""
+    """(in the child) Run the code on all cases and write down what it gave; truth and verdict are elsewhere."""
     name, code, cases, seconds = pickle.load(sys.stdin.buffer)
     out, spare = os.fdopen(os.dup(1), "w"), os.open(os.devnull, os.O_WRONLY)
     os.dup2(spare, 1)
-    known = {"math": math, "random": random, "statistics": statistics, "torch": torch, "np": np, "numpy": np}
+    known: dict[str, Any] = {"math": math, "random": random, "statistics": statistics, "torch": torch, "np": np, "numpy": np}
     known |= {"F": torch.nn.functional, "tensor": torch.tensor, "Tensor": torch.Tensor, "re": re, "copy": copy}
     known |= {"json": json, "t_share": t_share, "__name__": "answer"}
     for module in [m for m in sys.modules if m.startswith("rlhf_nb.learn")]:
