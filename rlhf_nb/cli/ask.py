@@ -22,7 +22,7 @@ __all__ = ['DECODERS', 'sample_command', 'chat_command', 'get_command', 'eval_co
 
 # %% ../../nbs/cli/ask.ipynb #c1510a05
 DECODERS = (  # of decode.named; a test compares them
-    "plain, best_of_n, soft_best_of_n, rejection, vote, speculative, beam, constrained, mixture, contrastive, guided, "
+    "plain, best_of_n, soft_best_of_n, rejection, vote, speculative, constrained, mixture, contrastive, guided, "
     "mcts"
 )
 _Model = typer.Argument(..., metavar="MODEL", help="directory, GGUF file, short name (smollm2, ...) or hub name")
