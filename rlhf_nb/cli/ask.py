@@ -203,8 +203,6 @@ def attack_command(
     data: str = typer.Option(None, "--data",
         help="answers to attack: pairs, or prompts with completions; toy: the toy world's"),
     rows: int = typer.Option(None, "--rows", min=16, help="answers that are attacked; default: 200"),
-    swaps: int = typer.Option(None, "--swaps", min=0,
-        help="tokens exchanged by gradient in an answer (slower); default: none"),
     out: str = typer.Option(None, "--out", help="folder for attack.json and pairs.jsonl; default: MODEL/attack"),
     debug: bool = Debug,
 ) -> None:  # fmt: skip
@@ -213,7 +211,7 @@ def attack_command(
         from rlhf_nb.bench.attack import AttackConfig, attack, attack_table, examples_of
         from rlhf_nb.data.worlds import gold_of
 
-        config = AttackConfig.load(None, typed_words(words, data__path=data, rows=rows, swaps=swaps, output_dir=out))
+        config = AttackConfig.load(None, typed_words(words, data__path=data, rows=rows, output_dir=out))
         result, folder = attack(model, config)
         print_rich(attack_table(result))
         if config.gold is None and gold_of(config.data.path) is None:
