@@ -20,6 +20,7 @@ from rlhf_nb.cli.settings import (
     EXAMPLES, asks_registry, fact_of, facts, find_config, known_methods, load_config, place_of_command, recipe_kind,
     recipes, say_what_to_train, setting_of, settings_help, typed,
 )  # fmt: skip
+from ..aliases import elsewhere
 from ..console import as_settings
 from ..console import again as _again
 from ..console import me as _me
@@ -71,7 +72,8 @@ class Commands(typer.core.TyperGroup):
         if fact is None:
             near = suggest(name, self.list_commands(ctx))
             self.suggest_commands = False  # newer typer adds a suggestion of its own, and doesn't know the methods
-            ctx.fail(f"No such command {name!r}." + (f" Did you mean {near!r}?" if near else ""))
+            hint = elsewhere(name) or (f"Did you mean {near!r}?" if near else "")
+            ctx.fail(f"No such command {name!r}. {hint}".strip())
         one = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
         one.command(name, help=fact["about"], cls=TrainingCommand)(_training(name))
         return typer.main.get_command(one)
@@ -143,7 +145,7 @@ runs_app = typer.Typer(help="Look after run directories.", no_args_is_help=True)
 app.add_typer(runs_app, name="runs")
 
 for module, names in (
-    (ask, ("sample", "chat", "get", "eval", "compare", "attack", "lm-eval", "label-steps")),
+    (ask, ("sample", "chat", "get", "eval", "compare", "attack", "lm-eval")),
     (models, ("export", "merge", "push")),
     (traffic, ("serve", "monitor", "feedback", "cycle")),
     (trials, ("sweep", "fork", "overopt")),
