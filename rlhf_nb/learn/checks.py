@@ -258,7 +258,14 @@ def _answers() -> None:
     name, code, cases, seconds = pickle.load(sys.stdin.buffer)
     out, spare = os.fdopen(os.dup(1), "w"), os.open(os.devnull, os.O_WRONLY)
     os.dup2(spare, 1)
-    known: dict[str, Any] = {"math": math, "random": random, "statistics": statistics, "torch": torch, "np": np, "numpy": np}
+    known: dict[str, Any] = {
+        "math": math,
+        "random": random,
+        "statistics": statistics,
+        "torch": torch,
+        "np": np,
+        "numpy": np,
+    }
     known |= {"F": torch.nn.functional, "tensor": torch.tensor, "Tensor": torch.Tensor, "re": re, "copy": copy}
     known |= {"json": json, "t_share": t_share, "__name__": "answer"}
     for module in [m for m in sys.modules if m.startswith("rlhf_nb.learn")]:

@@ -316,7 +316,7 @@ def _looked_at(rng: random.Random) -> Iterator[tuple[Any, ...]]:
     yield [{"step": 1, "proxy": 0.1, "gold": 1.0}, {"step": 2, "proxy": 0.3}, {"step": 3, "proxy": 0.2, "gold": 0.5}], 1
     for every, window in ((2, 1), (3, 1), (2, 2), (3, 2), (2, 3)):
         rows = [{"step": float(i), "proxy": round(0.1 * i + rng.gauss(0, 0.2), 2)} for i in range(1, 19)]
-        for row in rows[:: every]:
+        for row in rows[::every]:
             row["gold"] = round(rng.gauss(-0.5, 1), 2)
         yield rows, window
 
@@ -350,7 +350,6 @@ add_exercise(
     lambda steps, window: _parted(steps, window, lambda a, b: "gold" in a and "gold" in b and b["gold"] < a["gold"]),
     lambda steps, window: _parted(_looks(steps), window, lambda a, b: b["gold"] > a["gold"]),
 )  # fmt: skip
-
 
 # %% ../../nbs/learn/more_exercises.ipynb #66d9957c
 def _four_logps(rng: random.Random) -> Iterator[tuple[Any, ...]]:
@@ -550,4 +549,3 @@ add_exercise(
     lambda text, answer: float(answer in _numbers(text)),
     lambda text, answer: float(text.endswith(str(answer))),
 )  # fmt: skip
-

@@ -336,7 +336,6 @@ def fence_in(seconds: float, output_kb: int = 1024) -> list[str]:
     job["limits"] = {"CPU": math.ceil(time.process_time() + seconds), "FSIZE": output_kb << 10, "CORE": 0}
     return _enclose(job, _fenced_off(job)[0], judge=False)
 
-
 # %% ../../nbs/sandbox/runner.ipynb #7272a0d9
 @lru_cache(maxsize=1)
 def _child_source() -> str:
