@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -146,6 +146,7 @@ class _Memory(NamedTuple):
 
 def _leave(*_: Any) -> None:
     """The handler of SIGTERM: environments are closed on the way out."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise SystemExit
 
 
@@ -263,30 +264,33 @@ class Workers:
     Args:
         count: processes.
         versions: of the weights that are kept.
-        model: the policy, on a CPU.
-        sampler: as in `Sampler.generate`; it is sent, so it is what it was when the workers started.
-        tokenizer: of the model.
-        adapter: the policy's own, where one backbone has several.
-
-    Raises:
-        ConfigError: something can't be sent.
+        parts: gives the policy, on a CPU; who samples; the tokenizer; and the policy's own adapter, where one backbone
+            has several. Asked when the workers start.
     """
 
     def __init__(
-        self, count: int, versions: int, model: nn.Module, sampler: Sampler, tokenizer: Any, adapter: str | None = None
+        self, count: int, versions: int, parts: Callable[[], tuple[nn.Module, Sampler, Any, str | None]]
     ) -> None:  # fmt: skip
-        self.count, self.versions = count, versions
-        bare: Any = unwrapped(model)
+        self.count, self.versions, self.parts = count, versions, parts
+        self.crew: _Crew | None = None
+        self.deaths, self._looked = 0, time.monotonic()
+
+    def pack(self) -> None:
+        """What is sent to each worker.
+
+        Raises:
+            ConfigError: something can't be sent.
+        """
+        bare: Any = unwrapped(self.parts()[0])
         every = dict(bare.named_parameters()) | {f"{k} ": x for k, x in bare.named_buffers()}
         self.moving = {k: x for k, x in every.items() if x.requires_grad}
         self.fixed = {k: x for k, x in every.items() if not x.requires_grad}
-        self.sent = packed((model, sampler, tokenizer, adapter), every)
-        self.crew: _Crew | None = None
-        self.deaths, self._looked = 0, time.monotonic()
+        self.sent = packed(self.parts(), every)
 
     def publish(self, version: int) -> None:
         """Take over the present weights as a version; the first time, start."""
         if self.crew is None:
+            self.pack()
             fixed = WeightSlots(self.fixed, 1)
             fixed.put(self.fixed, 0)
             self.crew = crew = _Crew(_Memory(WeightSlots(self.moving, self.versions), fixed))

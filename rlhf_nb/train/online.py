@@ -406,9 +406,8 @@ class OnlineMethod(TextMethod):
         """Tickets that are under way."""
         now = any(holds_model(fn) for fn in self.rewards.fns)  # it computes with what the updates compute with
         how = self.config.rollouts
-        workers = None
-        if how.workers:
-            workers = Workers(how.workers, how.lag + 2, self.model, self.sampler, self.tokenizer, self.adapter)
+        parts = lambda: (self.model, self.sampler, self.tokenizer, self.adapter)  # noqa: E731
+        workers = Workers(how.workers, how.lag + 2, parts) if how.workers else None
         return Rollouts(self.ask, 0 if now else how.at_once or how.lag + 1, workers)
 
     def load_ahead(self, told: list[dict[str, Any]]) -> None:
@@ -638,15 +637,14 @@ def check_lag(method: OnlineMethod) -> None:
         method: attached to its engine.
 
     Raises:
-        ConfigError: several processes, or a method that draws more than answers to prompts.
+        ConfigError: a method that draws more than answers to prompts; see `check_workers`.
     """
-    lag, ranks, fns = method.config.rollouts.lag, method.engine.world_size, method.rewards.fns
+    lag, fns = method.config.rollouts.lag, method.rewards.fns
     check_workers(method)
     if not lag:
         return
-    if ranks > 1 or method.draws_besides:
-        why = method.draws_besides or f"there are {ranks} processes, and only one can draw ahead"
-        raise ConfigError(f"rollouts.lag is {lag}, but {why}: set rollouts.lag=0.")
+    if method.draws_besides:
+        raise ConfigError(f"rollouts.lag is {lag}, but {method.draws_besides}: set rollouts.lag=0.")
     name = next((n for n, fn in zip(method.rewards.names, fns) if holds_model(fn)), None)
     if name is not None or all(isinstance(fn, RolloutScorer) for fn in fns):
         what = f"the reward {name!r} is computed by" if name else "no reward is asked for outside of"
@@ -673,9 +671,11 @@ def check_workers(method: OnlineMethod) -> None:
         "sampling.sampler=continuous has threads of its own": cfg.sampling.sampler == "continuous",
         "decoder draws in more ways than one": cfg.decoder != _PLAIN, method.draws_besides: bool(method.draws_besides),
     }  # fmt: skip
-    why = next((k for k, on in wrong.items() if on), None)
-    if cfg.rollouts.workers and why:
-        raise ConfigError(f"rollouts.workers is {cfg.rollouts.workers}, but {why}: set rollouts.workers=0.")
+    why, workers = next((k for k, on in wrong.items() if on), None), method.rollouts.workers
+    if workers is not None and why:
+        raise ConfigError(f"rollouts.workers is {workers.count}, but {why}: set rollouts.workers=0.")
+    if workers is not None:
+        workers.pack()
 
 
 def check_draws(method: OnlineMethod, prompts: PromptBatch) -> dict[str, Any]:
