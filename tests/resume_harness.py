@@ -51,9 +51,9 @@ CASES: dict[str, str] = {
     "tickets-ppo": "test_tickets:ppo",
     "tickets-grpo": "test_tickets:grpo",
     "tickets-raft": "test_tickets:raft",
-    "workers-ppo": "test_workers:ppo",
-    "workers-grpo": "test_workers:grpo",
-    "workers-raft": "test_workers:raft",
+    "workers-ppo": "test_draw_workers:ppo",
+    "workers-grpo": "test_draw_workers:grpo",
+    "workers-raft": "test_draw_workers:raft",
     "episodes": "resume_harness:episodes",  # turns and rewards of an environment
 }
 

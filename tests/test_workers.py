@@ -1,286 +1,212 @@
-"""Processes that draw: the bits of one process, whoever was slow or killed; what is refused; and that nothing is left behind."""
+"""Cores that take micro-batches of their own: the same training as one thread's, the same bits at each run."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import random
-import signal
-import subprocess
-import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import forked
 import pytest
 import torch
-from resume_harness import campaign
-from test_tickets import make, slowed, weights
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
-from rlhf_nb.core import ConfigError, RewardError
-from rlhf_nb.data import toy
-from rlhf_nb.rollout import workers as rollout_workers
-from rlhf_nb.rollout.backends import OurSampler
-from rlhf_nb.run.log import read_metrics
-from rlhf_nb.train.grpo import GRPOConfig, GRPOTrainer
-
-pytestmark = pytest.mark.filterwarnings("ignore:rollouts.lag is:UserWarning")
-KINDS = ["ppo", "grpo", "raft"]
+from rlhf_nb.fast import workers
+from rlhf_nb.scoring.packing import split_among, work
+from rlhf_nb.scoring.scores import completion_logps
+from rlhf_nb.scoring.trees import plan_trees
+from rlhf_nb.train.dpo import DPOConfig, DPOTrainer
+from rlhf_nb.types import Completions
 
 
-@pytest.fixture(autouse=True)
-def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers are forks of a process that has imported everything (`forked`)."""
-    monkeypatch.setattr(rollout_workers, "CONTEXT", forked.context())
+@pytest.fixture
+def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(workers, "SMALL", 1)  # a test's model is tiny
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
-class Slow(OurSampler):
-    """The sampler, late by a random time that differs from worker to worker and from run to run."""
+class Tokenizer:
+    pad_token, pad_token_id, eos_token, eos_token_id = "<pad>", 0, "<eos>", 1
 
-    def answer(self, *args: Any) -> Any:
-        time.sleep(0.05 * random.Random(time.time_ns()).random())
-        return super().answer(*args)
+    def __len__(self) -> int:
+        return 60
 
-
-class Deadly(OurSampler):
-    """A sampler that ends its process, where that is a worker."""
-
-    def answer(self, *args: Any) -> Any:
-        return super().answer(*args) if multiprocessing.parent_process() is None else os._exit(3)
+    def save_pretrained(self, *_: Any) -> None: ...
 
 
-def drawn_by(kind: str, folder: Path, lag: int, workers: int, sampler: Any = None, **over: Any) -> Any:
-    reward = toy.gold_reward if sampler is None else slowed(time.time_ns())
-    t = make(kind, folder, lag, reward, rollouts={"lag": lag, "workers": workers}, **over)
-    t.method.sampler = sampler or t.method.sampler
-    return t
+def model(dropout: float = 0.0) -> Any:
+    torch.manual_seed(0)
+    if dropout:
+        return GPT2LMHeadModel(GPT2Config(vocab_size=60, n_embd=32, n_layer=1, n_head=2, resid_pdrop=dropout))
+    return Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+            tie_word_embeddings=True, pad_token_id=0, bos_token_id=None, eos_token_id=1,
+        )
+    )  # fmt: skip
 
 
-def running() -> list[int]:
-    """Workers of this process."""
-    return [p.pid for p in multiprocessing.active_children() if p.name == "worker"]
+def pairs(n: int) -> list[dict[str, Any]]:
+    g = torch.Generator().manual_seed(1)
+    ids = lambda low, high: torch.randint(2, 60, (int(torch.randint(low, high, (1,), generator=g)),), generator=g)
+    return [
+        {"prompt_ids": ids(4, 20).tolist(), "chosen_ids": ids(3, 12).tolist(), "rejected_ids": ids(3, 12).tolist(), "margin": None}
+        for _ in range(n)
+    ]  # fmt: skip
 
 
-def kill_some(times: int, rng: random.Random) -> threading.Thread:
-    """kill -9 of a worker, so many times; the first once there is one."""
+def trained(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[float], dict[str, torch.Tensor], Any]:
+    import rlhf_nb.train.dpo as module
 
-    def work() -> None:
-        for n in range(times):
-            until = time.monotonic() + 120
-            while not (there := running()) and time.monotonic() < until:
-                time.sleep(0.001)
-            time.sleep(rng.random() * (0.3 if n else 0.02))
-            if there := running() or there:
-                os.kill(rng.choice(there), signal.SIGKILL)
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    return thread
+    monkeypatch.setattr(module, "tokenize_rows", lambda kind, rows, *_, **__: rows)
+    config = DPOConfig(
+        output_dir=str(folder), mini_batch_size=8, rollout_batch_size=8, steps=4, epochs=None, device="cpu", token_budget=64,
+        console=False, optimizer={"lr": 1e-3},
+    )  # fmt: skip
+    net = model()
+    trainer = DPOTrainer(config, net, Tokenizer(), rows=pairs(32), eval_rows=[])
+    trainer.method.save_model = lambda folder: None  # type: ignore[method-assign]
+    history = trainer.fit()
+    return [e["loss"] for e in history], {k: v.clone() for k, v in net.state_dict().items()}, trainer
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_workers_are_one_process(kind: str, tmp_path: Path) -> None:
-    one, two = (drawn_by(kind, tmp_path / str(n), 0, n) for n in (0, 2))
-    one.fit(), two.fit()
-    assert weights(one) == weights(two) and not running()
-    events = [e for e in read_metrics(tmp_path / "2") if e["type"] == "step"]
-    assert all(e["rollout/lag"] == 0 and e["perf/workers_cpu_s"] > 0 and 0 <= e["perf/generator_idle"] <= 1 for e in events)
-    assert all(0 < e["perf/learner_idle"] < 1 and e["perf/worker_deaths"] == 0 for e in events)
-
-
-@pytest.mark.parametrize("lag", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_slow_workers_decide_nothing(kind: str, lag: int, tmp_path: Path) -> None:
-    """Twice with workers that are slow at random, and once in one process: the same weights."""
-    found = [drawn_by(kind, tmp_path / "0", lag, 0)]
-    found += [drawn_by(kind, tmp_path / str(n), lag, n, Slow()) for n in (1, 2)]
-    for t in found:
-        t.fit()
-    assert len({weights(t) for t in found}) == 1 and not running()
-
-
-def test_a_killed_worker_changes_nothing(tmp_path: Path) -> None:
-    straight, t = drawn_by("ppo", tmp_path / "a", 2, 0), drawn_by("ppo", tmp_path / "b", 2, 2, Slow())
-    straight.fit()
-    thread = kill_some(1, random.Random(0))
-    t.fit()
-    thread.join()
-    assert weights(t) == weights(straight) and t.method.rollouts.workers.deaths == 1 and not running()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_ten_killed_workers(kind: str, tmp_path: Path) -> None:
-    straight = drawn_by(kind, tmp_path / "a", 2, 0, steps=30)
-    t = drawn_by(kind, tmp_path / "b", 2, 2, Slow(), steps=30)
-    straight.fit()
-    thread = kill_some(10, random.Random(1))
-    t.fit()
-    thread.join(60)
-    assert weights(t) == weights(straight) and t.method.rollouts.workers.deaths >= 5
-
-
-# --- the learner dies, and both
-
-
-def killed(run_dir: Path, kind: str) -> Any:
-    """A run for `resume_harness`."""
-    rollout_workers.CONTEXT = forked.context()
-    return drawn_by(kind, run_dir, 2, 2, Slow(), steps=10, save_every=2)
-
-
-def ppo(run_dir: Path) -> Any:
-    return killed(run_dir, "ppo")
-
-
-def grpo(run_dir: Path) -> Any:
-    return killed(run_dir, "grpo")
-
-
-def raft(run_dir: Path) -> Any:
-    return killed(run_dir, "raft")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_ten_killed_learners(kind: str, tmp_path: Path) -> None:
-    assert campaign(f"workers-{kind}", tmp_path, kills=10, seed=3, most_steps=4) >= 1
-
-
-def learner(folder: str, server: str) -> None:
-    """A run in a process of its own, whose workers' ids are written down."""
-    forked.at(server)
+def test_a_crew_trains_as_one_thread_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, two_threads: None) -> None:
+    losses, weights, trainer = trained(tmp_path / "two", monkeypatch)
+    assert trainer.engine._replicas is not None and trainer.engine._replicas.workers == 2
+    again, same, _ = trained(tmp_path / "again", monkeypatch)
+    assert losses == again and all(torch.equal(weights[k], same[k]) for k in weights)
     torch.set_num_threads(1)
-    rollout_workers.CONTEXT = forked.context()
-    t = drawn_by("raft", Path(folder) / "run", 2, 2, Slow())
-    t.start()
-    t.train_step()
-    (Path(folder) / "pids").write_text(" ".join(map(str, running())))
-    t.fit() if (Path(folder) / "go").exists() else time.sleep(300)
+    alone, expected, trainer = trained(tmp_path / "one", monkeypatch)
+    assert trainer.engine._replicas is None
+    assert losses == pytest.approx(alone, rel=1e-5)
+    for k in weights:
+        torch.testing.assert_close(weights[k], expected[k], rtol=1e-4, atol=1e-5)
 
 
-def test_a_killed_learner_leaves_nothing_and_goes_on(tmp_path: Path) -> None:
-    process = forked.context().Process(target=learner, args=(str(tmp_path), forked.address()))
-    process.start()
-    until = time.monotonic() + 300
-    while not (tmp_path / "pids").exists() or not (tmp_path / "pids").read_text():
-        assert process.is_alive() and time.monotonic() < until
-        time.sleep(0.02)
-    pids = [int(x) for x in (tmp_path / "pids").read_text().split()]
-    assert len(pids) == 2 and all(Path(f"/proc/{pid}").exists() for pid in pids)
-    process.kill()
-    process.join()
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):
-        assert time.monotonic() < until, "workers outlive their learner"
-        time.sleep(0.02)
-    straight, again = drawn_by("raft", tmp_path / "straight", 2, 0), drawn_by("raft", tmp_path / "run", 2, 1)
-    straight.fit()
-    again.fit(resume=True, overwrite=True)
-    assert weights(straight) == weights(again)
+def test_scores_do_not_depend_on_cores(monkeypatch: pytest.MonkeyPatch, two_threads: None) -> None:
+    net = model().double().eval()
+    rows = pairs(16)
+    c = Completions.from_lists([r["prompt_ids"] for r in rows], [r["chosen_ids"] for r in rows], 0)
+    seen: list[set[int]] = []
+
+    def watch(run: Any, items: Any, n: int) -> Any:
+        assert n == 2 and len(items) > 1
+        met, threads = threading.Barrier(2, timeout=60), set()
+
+        def noted(x: Any) -> Any:
+            if threading.get_ident() not in threads:  # nobody goes on alone, however busy the machine is
+                threads.add(threading.get_ident())
+                met.wait()
+            return run(x)
+
+        done = workers.spread(noted, items, n)
+        seen.append(threads)
+        return done
+
+    with torch.no_grad(), monkeypatch.context() as patched:
+        patched.setattr("rlhf_nb.scoring.scores.spread", watch)
+        two = completion_logps(net, c, entropy=True, token_budget=64)
+    assert [len(threads) for threads in seen] == [2]
+    torch.set_num_threads(1)
+    with torch.no_grad():
+        one = completion_logps(net, c, entropy=True, token_budget=64)
+    torch.testing.assert_close(two.logps, one.logps, rtol=0, atol=1e-12)
+    torch.testing.assert_close(two.entropy, one.entropy, rtol=0, atol=1e-12)
 
 
-# --- what goes wrong
+def test_rows_are_dealt_out_before_they_are_packed() -> None:
+    rows = pairs(16)
+    c = Completions.from_lists([r["prompt_ids"] for r in rows], [r["chosen_ids"] for r in rows], 0)
+    whole = plan_trees(c, 4096)
+    with split_among(4):
+        cut = plan_trees(c, 4096)
+    assert len(whole) == 1 and len(cut) >= 4
+    assert sorted(i for part in cut for i in part) == list(range(16))
+    costs = [sum(work(int(c.prompt_lens[i]), [int(c.completion_lens[i])]) for i in part) for part in cut]
+    shares = [sum(costs[i] for i in hand) for hand in workers.balance(costs, 4)]
+    assert max(shares) < 1.2 * sum(shares) / 4
+    with split_among(2):
+        halves = plan_trees(c, 4096)
+    assert len(halves) == 2  # no more forward passes than there are takers: each adds to all gradients
 
 
-def test_a_worker_that_keeps_dying(tmp_path: Path) -> None:
-    t = drawn_by("raft", tmp_path, 0, 1, Deadly())
-    with pytest.raises(RewardError, match="ended 3 times over the same prompts, the last time with exit code 3: .* A checkpoint of step 0 was left"):
-        t.fit()
-    assert not running()
+def test_dropout_keeps_one_thread(two_threads: None) -> None:
+    assert workers.draws_numbers(model(0.1).train()) and not workers.draws_numbers(model(0.1).eval())
 
 
-class Refusing(OurSampler):
-    """A sampler that fails in workers."""
+def test_an_error_in_a_thread_reaches_the_caller_and_leaves_no_gradients(two_threads: None) -> None:
+    net = torch.nn.Linear(2, 2)
+    crew = workers.Replicas(net, 2)
 
-    def answer(self, *args: Any) -> Any:
-        if multiprocessing.parent_process() is None:
-            return super().answer(*args)
-        raise ZeroDivisionError("no")
+    def work(module: torch.nn.Module, x: int) -> None:
+        module(torch.ones(2)).sum().backward()
+        if x == 1:
+            raise ValueError("a bad row")
 
-
-def test_nothing_is_left_after_an_exception(tmp_path: Path) -> None:
-    with pytest.raises(RewardError, match="ZeroDivisionError: no"):
-        drawn_by("raft", tmp_path / "a", 1, 2, Refusing()).fit()
-    assert not running()
-    t = drawn_by("raft", tmp_path / "b", 2, 2, Slow())
-    t.method.finish_step = lambda step: os.kill(os.getpid(), signal.SIGINT) if step == 2 else None  # Ctrl-C
-    t.fit()
-    assert t.history.stopped == "interrupted (SIGINT)"
-    assert not running() and t.step == 2
-    del t.method.finish_step
-    straight = drawn_by("raft", tmp_path / "c", 2, 0)
-    straight.fit(), t.fit()
-    assert weights(t) == weights(straight)
+    with pytest.raises(ValueError, match="a bad row"):
+        crew.run(work, [0, 1, 2])
+    assert all(p.grad is None for replica in crew.replicas for p in replica.parameters())
+    assert not any(total.waiting for total, _ in crew._sums)
+    assert torch.get_num_threads() == 2
 
 
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"rollouts": {"workers": -1}}, "rollouts.workers"),
-    ({"rollouts": {"workers": 2}, "sampling": {"sampler": "continuous"}}, "rollouts.workers is 2, but sampling.sampler=continuous"),
-    ({"rollouts": {"workers": 2}, "decoder": {"kind": "best_of_n", "n": 2}}, "rollouts.workers is 2, but decoder"),
-]
+class Some(torch.nn.Module):
+    """Not every piece reaches every weight, and one weight is reached twice, once past autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.even, self.odd = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+        self.table = torch.nn.Embedding(5, 3)
+
+    def forward(self, x: int) -> torch.Tensor:
+        h = torch.nn.functional.embedding(torch.tensor([x % 5]), self.table.weight, sparse=True)
+        return ((self.odd if x % 2 else self.even)(h) @ self.table.weight.T).logsumexp(-1).sum()
 
 
-@pytest.mark.parametrize(("over", "sentence"), REFUSED)
-def test_refused_before_the_first_step(over: dict[str, Any], sentence: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=sentence):
-        make("raft", tmp_path, 0, **over)
+def summed(slow: tuple[int, ...] = ()) -> list[torch.Tensor]:
+    """Gradients of seven pieces on two cores, of which one takes the first piece and the other all else; some start late."""
+    torch.manual_seed(0)
+    net = Some()
+
+    def work(module: torch.nn.Module, x: int) -> None:
+        time.sleep(0.05 * (x in slow))
+        module(x).backward()
+
+    workers.Replicas(net, 2).run(work, range(7), [5.0, 1, 1, 1, 1, 1, 1])
+    return [p.grad for p in net.parameters() if p.grad is not None]
 
 
-def test_what_cannot_be_sent_is_refused(tmp_path: Path) -> None:
-    class Asks:
-        """An environment that was given a generator before it was made."""
-
-        rows = (x for x in "abc")
-
-        def reset(self, row: Any, seed: int) -> str:
-            return "go"
-
-        def step(self, turn: Any) -> Any:
-            return None
-
-    plain = {"num_generations": 4, "rollout_batch_size": 8, "mini_batch_size": 8, "steps": 1, "epochs": None, "console": False}
-    config = GRPOConfig.preset("toy", output_dir=str(tmp_path), rollouts={"workers": 1}, **plain)
-    parts: dict[str, Any] = {"rows": toy.train_prompts(8), "environment": Asks}
-    with pytest.raises(ConfigError, match="can't be sent .TypeError: cannot pickle 'generator' object"):
-        GRPOTrainer(config, toy.build_model(0, "tiny"), toy.build_tokenizer(), **parts)
+def test_the_sum_of_gradients_is_the_same_whoever_is_late(two_threads: None) -> None:
+    torch.manual_seed(0)
+    net = Some()
+    for x in range(7):
+        net(x).backward()
+    expected = [p.grad for p in net.parameters()]
+    found = summed()
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+    for slow in ((0,), (1, 2), (5,)):
+        assert all(torch.equal(a, b) for a, b in zip(found, summed(slow), strict=True)), slow
 
 
-SCRIPT = """
-import hashlib, sys, torch
-torch.set_num_threads(1)
-from rlhf_nb import GRPOConfig, GRPOTrainer
-from rlhf_nb.data import toy
-print("run")
+def test_gradients_of_all_cores_take_the_memory_of_one(two_threads: None) -> None:
+    net = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(20)))
+    crew, waiting, meet = workers.Replicas(net, 2), [], threading.Barrier(2, timeout=60)
 
-class Echo:
-    "An environment of this script, with a global of it."
-    def reset(self, row, seed):
-        return None
-    def step(self, turn):
-        return (WORDS, len(turn.text) / 10, turn.number == 2, {})
+    def look(gradient: torch.Tensor) -> None:
+        meet.wait()  # both cores are at this layer: what waits are at most the gradients of a layer or two
+        waiting.append(sum(len(total.waiting) for total, _ in crew._sums))
+        meet.wait()
 
-WORDS = "go on"
-found = []
-for workers in (0, 1):
-    config = GRPOConfig.preset("toy", output_dir=f"run-{workers}", rollouts={"workers": workers}, num_generations=4, rollout_batch_size=8,
-        mini_batch_size=8, steps=2, epochs=None, console=False, episodes={"max_turns": 2}, sampling={"max_new_tokens": 12})
-    trainer = GRPOTrainer(config, toy.build_model(0, "tiny"), toy.build_tokenizer(), rows=toy.train_prompts(8), environment=Echo)
-    trainer.fit()
-    found.append(hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in trainer.method.model.parameters())).hexdigest())
-print("same" if found[0] == found[1] else found)
-"""
-
-
-@pytest.mark.slow  # two starts of Python; the notebook rollout.workers starts one in the fast tests
-@pytest.mark.parametrize("how", ["file", "stdin"])
-def test_a_script_without_a_guard(how: str, tmp_path: Path) -> None:
-    """Workers are spawned, don't run the script again, and get its environment; a script without a file (as in a notebook), too."""
-    (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "script.py"] if how == "file" else [sys.executable, "-"]
-    given = None if how == "file" else SCRIPT
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
-    done = subprocess.run(command, cwd=tmp_path, input=given, env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split() == ["run", "same"]
+    for replica in crew.replicas:
+        for layer in replica:
+            layer.weight.register_hook(look)
+    crew.run(lambda module, x: module(torch.ones(1, 8)).sum().backward(), [0, 1])
+    assert len(waiting) == 40 and max(waiting) <= 4
+    assert all(p.grad is None for replica in crew.replicas for p in replica.parameters())
+    assert all(p.grad is not None for p in net.parameters())
