@@ -173,9 +173,11 @@ def known(key: str) -> bool:
 
 
 def elsewhere(key: str) -> str:
-    """What a key that doesn't exist here means in TRL, and what to write: one sentence,
-    or "" for a word that isn't TRL's.
+    """What a key that doesn't exist here means in TRL or meant in an earlier version, and what to write:
+    one sentence, or "" for any other word.
     """
+    if key in trl_words("earlier"):
+        return f"In earlier versions that was {trl_words('earlier')[key]['was']}."
     if key in trl_words("explained"):
         return f"In TRL that's {trl_words('explained')[key]}."
     if key.startswith("vllm_"):
@@ -301,10 +303,13 @@ def _joined(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def moved(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of an older file at the place where they stand now:
-    `model.gradient_checkpointing` is `recompute`, beside the model.
+    """Settings of an older file at the place where they stand now: `model.gradient_checkpointing` is `recompute`,
+    beside the model; a setting that went is left out where its value changed nothing.
     """
-    out = {k: moved(v) if isinstance(v, Mapping) else v for k, v in data.items()}
+    gone = trl_words("earlier")
+    out = {
+        k: moved(v) if isinstance(v, Mapping) else v for k, v in data.items() if k not in gone or gone[k]["off"] != v
+    }
     model = out.get("model")
     if isinstance(model, Mapping) and "gradient_checkpointing" in model:
         out["model"] = {k: v for k, v in model.items() if k != "gradient_checkpointing"}

@@ -54,7 +54,7 @@ LONG = {
     "tutorials.formulas_with_knobs": "test_losses_numbers.py",
     "tutorials.gsm8k_with_a_verifier": "test_verify.py",
     "tutorials.label_train_align": "test_gates.py",
-    "tutorials.multi_gpu_from_a_cell": "test_promote.py",
+    "tutorials.multi_gpu_from_a_cell": "test_control.py",
     "tutorials.reward_hacking_live": "test_health.py",
     "tutorials.rlhf_in_five_minutes": "test_cli.py",
     "tutorials.waiting_for_others": "test_tickets.py",

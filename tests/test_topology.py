@@ -15,6 +15,7 @@ from rlhf_nb.config import LoraSettings
 from rlhf_nb.core import ConfigError, ModelError, decide_precision
 from rlhf_nb.models.adapters import add_lora
 from rlhf_nb.scale.plan import ASSUMPTIONS, plan, plan_table, sent_per_step, smallest_group
+from rlhf_nb.scale.predict import Machine, named_gpu, predict_step, simulate_failures
 from rlhf_nb.scale.topology import (
     MOMENTS,
     NUMBER_FORMATS,
@@ -161,3 +162,38 @@ def test_prediction_against_a_measured_peak() -> None:
     done = patience.run([sys.executable, "benchmarks/check_topology.py", "--only", "SFT, all"], cpu=1200, cwd=ROOT)
     assert done.returncode == 0, done.stdout[-2000:]
     assert float(done.stdout.split()[-1].rstrip("%")) <= 15, done.stdout
+
+
+@pytest.mark.parametrize(
+    "wrong", ["flops: 0", "flops: .inf", "flops: fast", "flops: true", "links: 3.0e+9", "flops: -1.0e+12"]
+)
+def test_a_machine_of_ones_own(wrong: str, tmp_path: Path) -> None:
+    """Rates from a file are taken; a rate that is none is named, with what a machine has."""
+    path = tmp_path / "mine.yaml"
+    rates = dict.fromkeys(Machine._fields[1:], 2.0e12)
+    path.write_text("\n".join(f"{k}: {v:.1e}" for k, v in rates.items()), encoding="utf-8")
+    assert named_gpu(str(path)) == Machine("mine", **rates)
+    key = wrong.split(":")[0]
+    kept = [f"{k}: {v:.1e}" for k, v in rates.items() if k != key]
+    path.write_text("\n".join([*kept, wrong]), encoding="utf-8")
+    with pytest.raises(ConfigError, match=key):
+        named_gpu(str(path))
+
+
+def test_a_step_has_its_parts() -> None:
+    """A method without answers of its own draws none; twice the GPUs halve the update; a link that is slower is waited for."""
+    h100 = named_gpu("h100")
+    job = Job("dpo", 512, 512, token_budget=8192, mini_batch=512)
+    two, four = (predict_step(BIG, plan(BIG, job, n), h100) for n in (64, 128))
+    assert two.generate == 0 and two.score > 0 and 0.4 < four.update / two.update < 0.6
+    slow = predict_step(BIG, plan(BIG, job, 64), h100._replace(link=1e9))
+    assert slow.wait > 10 * two.wait and slow[:3] == two[:3] and slow.slowest == "wait"
+
+
+def test_failures_take_their_share() -> None:
+    """All time is accounted for; without failures only saving is lost, and a cluster that fails always keeps nothing."""
+    run = simulate_failures(10.0, 1000, 200, save=20, between=5000, seed=1)
+    kept = run.useful + run.lost + run.saving + run.restarting
+    assert run.failures > 10 and abs(kept - 1) < 1e-9 and 0 < run.useful < 1
+    assert simulate_failures(10.0, 1, 10, save=0.001, between=1e12).useful > 0.99
+    assert simulate_failures(10.0, 10_000, 1, every=3600, between=1.0).steps == 0

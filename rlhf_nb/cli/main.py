@@ -455,27 +455,21 @@ def rollback(
 def plan_command(
     kind: str = MethodName, overrides: list[str] = Overrides, config: str = ConfigFile, toy: bool = Toy,
     gpus: list[int] = typer.Option([1, 8, 512, 10_000], "--gpus", min=1, help="how many; may be given several times"),
-    memory: float = typer.Option(80.0, help="GiB of each GPU"),
+    memory: float = typer.Option(None, help="GiB of each GPU; default: the kind's, or 80"),
     host: float = typer.Option(None, help="GiB of main memory for each GPU, for offloading; default: enough"),
+    on: str = typer.Option(None, help="kind of GPU, for seconds a step: t4 to b200, or a YAML file of its rates"),
+    price: float = typer.Option(None, help="of a GPU's hour; needs --on", min=0),
+    hours: float = typer.Option(None, help="that a run lasts: failures are simulated; needs --on", min=0.1),
     debug: bool = Debug,
 ) -> None:  # fmt: skip
-    """Predict memory: what each role holds on each GPU, and which ZeRO stage, offloading and forward size fit."""
+    """Predict what fits on how many GPUs (memory by role, ZeRO stage, offloading), and how long a step takes there."""
     with told(debug):
-        import torch
-
         from rlhf_nb.config import TrainConfig
-        from rlhf_nb.core import Precision
-        from transformers import AutoConfig
-
-        from rlhf_nb.data.worlds import model_world
-        from rlhf_nb.models.load import pretrained
-        from rlhf_nb.models.places import resolve
-        from rlhf_nb.scale.plan import plan_table
-        from rlhf_nb.scale.topology import job_of, decoder_shape
+        from rlhf_nb.pipeline.doctor import cost_here, plan_for
 
         if kind == "run":
             raise ConfigError("a pipeline is planned stage by stage: name a method, for example `rlhf-nb plan ppo`.")
-        cfg, half = load_config(kind, config, overrides, toy), torch.bfloat16
+        cfg = load_config(kind, config, overrides, toy)
         if not isinstance(cfg, TrainConfig):
             raise ConfigError(
                 f"{kind} trains nothing, it only writes rows: plan what is trained on them, for example `rlhf-nb plan "
@@ -483,15 +477,7 @@ def plan_command(
             )
         given = typed(config, toy, overrides)
         say_what_to_train("plan", kind, cfg, given)
-        job = job_of(cfg, Precision(torch.device("cuda"), half, torch.float32, half, False, "a GPU with bf16"))
-        named: str = cfg.model.name_or_path  # type: ignore[attr-defined]  # each config of a method has one
-        world = model_world(named)
-        place = named if world else resolve(named, cfg.model.revision)  # type: ignore[attr-defined]
-        made = world.model().config if world and world.model else None
-        model = made or (pretrained(AutoConfig, place) if place.endswith(".gguf") else place)
-        _tell(plan_table(decoder_shape(model), job, gpus, memory, host, shlex.join(given)), err=False)
-        from rlhf_nb.pipeline.doctor import cost_here
-
+        _tell(plan_for(cfg, gpus, on, memory, host, shlex.join(given), price, hours), err=False)
         here = cost_here(cfg)
         if here:
             _tell("\n" + "\n".join(here), err=False)

@@ -20,7 +20,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, SamplingConfig, StrictConfig, option
+from ..config import DataConfig, ModelConfig, OptimizerConfig, SamplingConfig, StrictConfig, option
 from ..core import ConfigError, derive_seed, stops_at_once
 from ..data.sources import collate_prompts, tokenize_prompts
 from ..data.shapes import DataNote
@@ -134,9 +134,6 @@ class OnlineConfig(RewardPart, TextConfig):
         None, "smallest such weight; what lies outside of both weighs 0 (IcePop); null: cut at the cap", gt=0, le=1
     )
     importance_level: Literal["token", "sequence"] = option("token", "whether tokens are weighed so, or whole answers")
-    replay: PathText | None = option(
-        None, "record of a notebook's first steps, which must come out again before training starts"
-    )
     samples_per_step: int = option(2, "answers written to samples.jsonl at each step", ge=0)
 
     @classmethod
