@@ -229,7 +229,23 @@ def evaluations(root: Path, held: int = 7) -> dict[str, dict[str, float]]:
 
 CASES = {
     f.__name__: f
-    for f in (sft, reward, process, dpo, tr_dpo, kto, ppo, grpo, grpo_dead, rloo, online_dpo, xpo, nash_md, episodes, lagged)
+    for f in (
+        sft,
+        reward,
+        process,
+        dpo,
+        tr_dpo,
+        kto,
+        ppo,
+        grpo,
+        grpo_dead,
+        rloo,
+        online_dpo,
+        xpo,
+        nash_md,
+        episodes,
+        lagged,
+    )
 }
 LORA = ("sft", "reward", "process", "dpo", "kto", "ppo", "grpo", "rloo", "online_dpo")  # `sft_lora` and so on
 

@@ -371,7 +371,9 @@ def leave_off(trainer: Any, steps: int = 2) -> None:
 
 
 def spawn(case: str, run_dir: Path) -> Any:
-    process = forked.context().Process(target=worker, args=(case, str(run_dir), str(Path(__file__).parent), forked.address()))
+    process = forked.context().Process(
+        target=worker, args=(case, str(run_dir), str(Path(__file__).parent), forked.address())
+    )
     process.start()
     return process
 

@@ -89,7 +89,9 @@ def test_two_workers_are_one_process(kind: str, tmp_path: Path) -> None:
     one.fit(), two.fit()
     assert weights(one) == weights(two) and not running()
     events = [e for e in read_metrics(tmp_path / "2") if e["type"] == "step"]
-    assert all(e["rollout/lag"] == 0 and e["perf/workers_cpu_s"] > 0 and 0 <= e["perf/generator_idle"] <= 1 for e in events)
+    assert all(
+        e["rollout/lag"] == 0 and e["perf/workers_cpu_s"] > 0 and 0 <= e["perf/generator_idle"] <= 1 for e in events
+    )
     assert all(0 < e["perf/learner_idle"] < 1 and e["perf/worker_deaths"] == 0 for e in events)
 
 
@@ -191,7 +193,10 @@ def test_a_killed_learner_leaves_nothing_and_goes_on(tmp_path: Path) -> None:
 
 def test_a_worker_that_keeps_dying(tmp_path: Path) -> None:
     t = drawn_by("raft", tmp_path, 0, 1, Deadly())
-    with pytest.raises(RewardError, match="ended 3 times over the same prompts, the last time with exit code 3: .* A checkpoint of step 0 was left"):
+    with pytest.raises(
+        RewardError,
+        match="ended 3 times over the same prompts, the last time with exit code 3: .* A checkpoint of step 0 was left",
+    ):
         t.fit()
     assert not running()
 
@@ -222,7 +227,10 @@ def test_nothing_is_left_after_an_exception(tmp_path: Path) -> None:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rollouts": {"workers": -1}}, "rollouts.workers"),
-    ({"rollouts": {"workers": 2}, "sampling": {"sampler": "continuous"}}, "rollouts.workers is 2, but sampling.sampler=continuous"),
+    (
+        {"rollouts": {"workers": 2}, "sampling": {"sampler": "continuous"}},
+        "rollouts.workers is 2, but sampling.sampler=continuous",
+    ),
     ({"rollouts": {"workers": 2}, "decoder": {"kind": "best_of_n", "n": 2}}, "rollouts.workers is 2, but decoder"),
 ]
 
@@ -245,7 +253,14 @@ def test_what_cannot_be_sent_is_refused(tmp_path: Path) -> None:
         def step(self, turn: Any) -> Any:
             return None
 
-    plain = {"num_generations": 4, "rollout_batch_size": 8, "mini_batch_size": 8, "steps": 1, "epochs": None, "console": False}
+    plain = {
+        "num_generations": 4,
+        "rollout_batch_size": 8,
+        "mini_batch_size": 8,
+        "steps": 1,
+        "epochs": None,
+        "console": False,
+    }
     config = GRPOConfig.preset("toy", output_dir=str(tmp_path), rollouts={"workers": 1}, **plain)
     parts: dict[str, Any] = {"rows": toy.train_prompts(8), "environment": Asks}
     with pytest.raises(ConfigError, match="can't be sent .TypeError: cannot pickle 'generator' object"):

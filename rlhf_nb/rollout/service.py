@@ -34,7 +34,9 @@ class RolloutsConfig(StrictConfig):
         "steps between the weights that draw answers and those that learn from them, while rewards wait; 0: none",
         ge=0,
     )
-    workers: int = option(0, "processes that draw answers beside the learner, one thread each; 0: the learner draws", ge=0)
+    workers: int = option(
+        0, "processes that draw answers beside the learner, one thread each; 0: the learner draws", ge=0
+    )
     at_once: int | None = option(None, "steps whose rewards are asked for at the same time; null: all", ge=1)
 
 
@@ -145,9 +147,7 @@ class Rollouts:
             if (said := t["said"]) is not None:
                 here = {k: v.to(device) for k, v in said["parts"].items()}
                 steps = None if said["steps"] is None else tuple(x.to(device) for x in said["steps"])
-                ticket.said = known(
-                    Scored(said["scores"].to(device), here, steps, said["stats"], said["seconds"])
-                )
+                ticket.said = known(Scored(said["scores"].to(device), here, steps, said["stats"], said["seconds"]))
             self.tickets[ticket.number] = ticket
 
     def close(self) -> None:

@@ -40,7 +40,7 @@ __all__ = ['CONTEXT', 'WeightSlots', 'packed', 'unpacked', 'Drawn', 'worker_proc
 # %% ../../nbs/rollout/workers.ipynb #5e730005
 def _digest(raw: Tensor) -> Tensor:
     """int64[4], the SHA-256 of bytes."""
-    return torch.frombuffer(bytearray(hashlib.sha256(memoryview(raw.numpy())).digest()), dtype=torch.int64)
+    return torch.frombuffer(bytearray(hashlib.sha256(raw.numpy().data).digest()), dtype=torch.int64)
 
 
 class WeightSlots:
@@ -294,7 +294,9 @@ class Workers:
             fixed = WeightSlots(self.fixed, 1)
             fixed.put(self.fixed, 0)
             self.crew = crew = _Crew(_Memory(WeightSlots(self.moving, self.versions), fixed))
-            crew.threads += [threading.Thread(target=self._tend, args=(k, crew), daemon=True) for k in range(self.count)]
+            crew.threads += [
+                threading.Thread(target=self._tend, args=(k, crew), daemon=True) for k in range(self.count)
+            ]
             for thread in crew.threads:
                 thread.start()
         self.crew.memory.moving.put(self.moving, version)
@@ -349,8 +351,12 @@ class Workers:
                         break
                     self.deaths, code = self.deaths + 1, _end(crew.processes[k])
                     if tries == _TRIES:
-                        said = f"a worker ended {tries} times over the same prompts, the last time with exit code {code}"
-                        job.answer.set_exception(RewardError(f"{said}: too little memory, or a tool that ends its process."))
+                        said = (
+                            f"a worker ended {tries} times over the same prompts, the last time with exit code {code}"
+                        )
+                        job.answer.set_exception(
+                            RewardError(f"{said}: too little memory, or a tool that ends its process.")
+                        )
                 except Exception as e:  # it could not be started, or its answer can't be read
                     job.answer.set_exception(e)
             crew.busy += time.monotonic() - crew.since.pop(k)

@@ -403,7 +403,7 @@ class OnlineMethod(TextMethod):
         """Tickets that are under way."""
         now = any(holds_model(fn) for fn in self.rewards.fns)  # it computes with what the updates compute with
         how = self.config.rollouts
-        parts = lambda: (self.model, self.sampler, self.tokenizer, self.adapter)  # noqa: E731
+        parts = lambda: (self.model, self.sampler, self.tokenizer, self.adapter)
         workers = Workers(how.workers, how.lag + 2, parts) if how.workers else None
         return Rollouts(self.ask, 0 if now else how.at_once or how.lag + 1, workers)
 
