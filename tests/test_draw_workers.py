@@ -1,4 +1,4 @@
-"""Processes that draw: the bits of one process, whoever was slow or killed; what is refused; and that nothing is left behind."""
+"""Processes that draw: the bits of one process, whichever was slow or killed; what is refused; and that nothing is left behind."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def packed(what: Any, tensors: Mapping[str, Tensor]) -> bytes:
     pickler.persistent_id = lambda x: names.get(id(x)) if isinstance(x, Tensor) else None
     try:
         pickler.dump(what)
-    except Exception as e:  # an object of somebody's raises whatever it likes
+    except Exception as e:  # foreign objects raise what they like
         raise ConfigError(
             f"rollouts.workers sends what draws answers to other processes, and it can't be sent ({type(e).__name__}: "
             f"{str(e):.200}): open files, locks and connections in an environment's reset, and not before it is made; "
@@ -171,7 +171,7 @@ def _fetch(slots: WeightSlots, version: int) -> tuple[dict[str, Tensor], tuple[i
 
 
 def worker_process(conn: Any, memory: _Memory) -> None:
-    """What a worker does: draw what is asked for, until nobody asks.
+    """What a worker does: draw what is asked for, until the parent is gone.
 
     Args:
         conn: to the parent; first come model, sampler, tokenizer and the policy's adapter.

@@ -94,8 +94,8 @@ def restore(run: Any, tensors: Mapping[str, Any], meta: dict[str, Any]) -> int:
     if "ahead-0" in tensors:
         if meta["world_size"] != engine.world_size:
             raise CheckpointError(
-                f"the checkpoint holds answers that {meta['world_size']} process(es) drew ahead (rollouts.lag), each its "
-                f"own, and there are {engine.world_size} now: go on with as many, or from a run without a lag."
+                f"the checkpoint holds answers that {meta['world_size']} process(es) drew ahead (rollouts.lag), "
+                f"each its own, and there are {engine.world_size} now: go on with as many."
             )
         ahead = dict(tensors[f"ahead-{engine.rank}"])
         raw = ahead["plain"].numpy().tobytes()

@@ -41,7 +41,7 @@ from ..rewards.base import RewardModelFn, Rewards, RolloutScorer, apply_eos_pena
 from ..rollout.backends import OurSampler, Request, Sampler, make_sampler, needs_scoring, sampling_metrics
 from ..rollout.episodes import EnvironmentReward, EpisodeConfig, Kind, episode_metrics
 from ..rollout.sampler import earlier, eval_mode
-from ..rollout.service import Rollouts, RolloutsConfig, Scored, StepTicket, known, staleness
+from ..rollout.service import Rollouts, RolloutsConfig, Scored, StepTicket, settled, staleness
 from ..rollout.workers import Drawn, Workers
 from ..run.callbacks import BudgetStop, Callback
 from ..run.control import Control, setting
@@ -448,7 +448,7 @@ class OnlineMethod(TextMethod):
         """The answers of a ticket, drawn here at once, or by workers while this process goes on."""
         workers = self.rollouts.workers
         if workers is None:
-            return known(Drawn(self.answers(prompts, number)))
+            return settled(Drawn(self.answers(prompts, number)))
         workers.publish(version)
         request = Request(prompts, self.config.sampling, self.tokenizer, self.config.seed, number, self.group)
         return workers.draw(request, version)
@@ -668,11 +668,11 @@ def check_workers(method: OnlineMethod) -> None:
         "sampling.sampler=continuous has threads of its own": cfg.sampling.sampler == "continuous",
         "decoder draws in more ways than one": cfg.decoder != _PLAIN, method.draws_besides: bool(method.draws_besides),
     }  # fmt: skip
-    why, workers = next((k for k, on in wrong.items() if on), None), method.rollouts.workers
-    if workers is not None and why:
-        raise ConfigError(f"rollouts.workers is {workers.count}, but {why}: set rollouts.workers=0.")
-    if workers is not None:
-        workers.pack()
+    why, n = next((k for k, on in wrong.items() if on), None), cfg.rollouts.workers
+    if n and why:
+        raise ConfigError(f"rollouts.workers is {n}, but {why}: set rollouts.workers=0.")
+    if n and method.rollouts.workers is not None:
+        method.rollouts.workers.pack()
 
 
 def check_draws(method: OnlineMethod, prompts: PromptBatch) -> dict[str, Any]:
