@@ -20,7 +20,7 @@ from .workers import Drawn, Workers
 from ..types import Rollout
 
 # %% auto #0
-__all__ = ['RolloutsConfig', 'Scored', 'StepTicket', 'settled', 'Rollouts', 'staleness']
+__all__ = ['RolloutsConfig', 'Scored', 'StepTicket', 'future_of', 'Rollouts', 'staleness']
 
 # %% ../../nbs/rollout/service.ipynb #5e710005
 _T = TypeVar("_T")
@@ -70,7 +70,7 @@ class StepTicket:
         return self.drawing.result().rollout
 
 
-def settled(value: _T) -> Future[_T]:
+def future_of(value: _T) -> Future[_T]:
     """A future whose result is there."""
     future: Future[_T] = Future()
     future.set_result(value)
@@ -105,7 +105,7 @@ class Rollouts:
             wait(before)
             return self.ask(ticket.rollout())
 
-        ticket.said = begin(work, math.inf) if self.at_once else settled(work())
+        ticket.said = begin(work, math.inf) if self.at_once else future_of(work())
         return ticket.said
 
     def said(self, ticket: StepTicket) -> Scored:
@@ -143,11 +143,11 @@ class Rollouts:
         self.tickets = {}
         for t in told:
             drawn = Drawn(Rollout(**t["drawn"]).to(device))
-            ticket = StepTicket(t["number"], t["version"], t["temperature"], settled(drawn))
+            ticket = StepTicket(t["number"], t["version"], t["temperature"], future_of(drawn))
             if (said := t["said"]) is not None:
                 here = {k: v.to(device) for k, v in said["parts"].items()}
                 steps = None if said["steps"] is None else tuple(x.to(device) for x in said["steps"])
-                ticket.said = settled(Scored(said["scores"].to(device), here, steps, said["stats"], said["seconds"]))
+                ticket.said = future_of(Scored(said["scores"].to(device), here, steps, said["stats"], said["seconds"]))
             self.tickets[ticket.number] = ticket
 
     def close(self) -> None:

@@ -41,7 +41,7 @@ from ..rewards.base import RewardModelFn, Rewards, RolloutScorer, apply_eos_pena
 from ..rollout.backends import OurSampler, Request, Sampler, make_sampler, needs_scoring, sampling_metrics
 from ..rollout.episodes import EnvironmentReward, EpisodeConfig, Kind, episode_metrics
 from ..rollout.sampler import earlier, eval_mode
-from ..rollout.service import Rollouts, RolloutsConfig, Scored, StepTicket, settled, staleness
+from ..rollout.service import Rollouts, RolloutsConfig, Scored, StepTicket, future_of, staleness
 from ..rollout.workers import Drawn, Workers
 from ..run.callbacks import BudgetStop, Callback
 from ..run.control import Control, setting
@@ -448,7 +448,7 @@ class OnlineMethod(TextMethod):
         """The answers of a ticket, drawn here at once, or by workers while this process goes on."""
         workers = self.rollouts.workers
         if workers is None:
-            return settled(Drawn(self.answers(prompts, number)))
+            return future_of(Drawn(self.answers(prompts, number)))
         workers.publish(version)
         request = Request(prompts, self.config.sampling, self.tokenizer, self.config.seed, number, self.group)
         return workers.draw(request, version)
