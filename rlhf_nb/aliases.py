@@ -3,6 +3,7 @@
 # %% ../nbs/aliases.ipynb #159b50bd
 from __future__ import annotations
 
+import json
 import math
 import os
 import warnings
@@ -17,8 +18,8 @@ import yaml
 from .errors import ConfigError
 
 # %% auto #0
-__all__ = ['CONVERTED', 'BY_METHOD', 'UPDATES', 'BATCHES', 'trl_words', 'TrlNote', 'known', 'elsewhere', 'moved', 'translate',
-           'said_back', 'instead_of']
+__all__ = ['CONVERTED', 'BY_METHOD', 'UPDATES', 'BATCHES', 'trl_words', 'TrlNote', 'known', 'elsewhere', 'of_others', 'moved',
+           'translate', 'said_back', 'instead_of']
 
 # %% ../nbs/aliases.ipynb #0cb324d5
 @cache
@@ -192,6 +193,19 @@ def elsewhere(key: str) -> str:
         )
     same = trl_words("same").get(key)
     return f"In TRL that's what {same} is in other configs here; this one has no such setting." if same else ""
+
+
+@cache
+def _keys() -> dict[str, set[str]]:
+    """The names of each method's settings, as they were written down for the command line, by its command."""
+    methods = json.loads((files("rlhf_nb") / "cli" / "facts.json").read_text(encoding="utf-8"))["methods"]
+    return {m["command"]: set(m["keys"]) for m in methods.values()}
+
+
+def of_others(key: str) -> str:
+    """What a setting of other methods is, in one sentence; "" for a word that is none."""
+    found = [name for name, keys in _keys().items() if key in keys]
+    return f"It is a setting of {', '.join(found)}; this one has none of that name." if found else ""
 
 # %% ../nbs/aliases.ipynb #f3ab4b26
 def _settings(key: str, value: Any, has: Callable[[str], bool]) -> dict[str, Any] | None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple,
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from .aliases import BATCHES, CONVERTED, elsewhere, said_back, translate, trl_words
+from .aliases import BATCHES, CONVERTED, elsewhere, of_others, said_back, translate, trl_words
 from .errors import ConfigError, check_choice, suggest
 from .files import FileRefused, read_regular
 from .untrusted import FLOAT, MAX_CONFIG, Unreadable, dump_yaml, json_value, parse_yaml
@@ -290,7 +290,7 @@ def _all_paths(group: type[BaseModel], prefix: str = "") -> Iterator[str]:
 def _unknown_key(root: type[BaseModel], place: _Place) -> str:
     """The sentence for a key that doesn't exist."""
     bad, above = str(place.path[-1]), str(place._replace(path=place.path[:-1]))
-    foreign = elsewhere(bad)
+    foreign = elsewhere(bad) or ("output_dir" in place.group.model_fields and of_others(bad))
     if foreign:
         return f"{place}: unknown key {bad!r}. {foreign}"
     paths = sorted(_all_paths(root), key=len, reverse=True)

@@ -20,6 +20,7 @@ from rlhf_nb.cli.settings import (
     EXAMPLES, asks_registry, fact_of, facts, find_config, known_methods, load_config, place_of_command, recipe_kind,
     recipes, say_what_to_train, setting_of, settings_help, typed,
 )  # fmt: skip
+from ..aliases import elsewhere
 from ..console import as_settings
 from ..console import again as _again
 from ..console import me as _me
@@ -71,7 +72,8 @@ class Commands(typer.core.TyperGroup):
         if fact is None:
             near = suggest(name, self.list_commands(ctx))
             self.suggest_commands = False  # newer typer adds a suggestion of its own, and doesn't know the methods
-            ctx.fail(f"No such command {name!r}." + (f" Did you mean {near!r}?" if near else ""))
+            hint = elsewhere(name) or (f"Did you mean {near!r}?" if near else "")
+            ctx.fail(f"No such command {name!r}. {hint}".strip())
         one = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
         one.command(name, help=fact["about"], cls=TrainingCommand)(_training(name))
         return typer.main.get_command(one)
@@ -143,7 +145,7 @@ runs_app = typer.Typer(help="Look after run directories.", no_args_is_help=True)
 app.add_typer(runs_app, name="runs")
 
 for module, names in (
-    (ask, ("sample", "chat", "get", "eval", "compare", "attack", "lm-eval", "label-steps")),
+    (ask, ("sample", "chat", "get", "eval", "compare", "attack", "lm-eval")),
     (models, ("export", "merge", "push")),
     (traffic, ("serve", "monitor", "feedback", "cycle")),
     (trials, ("sweep", "fork", "overopt")),
@@ -468,12 +470,12 @@ def plan_command(
         from rlhf_nb.pipeline.doctor import cost_here, plan_for
 
         if kind == "run":
-            raise ConfigError("a pipeline is planned stage by stage: name a method, for example `rlhf-nb plan ppo`.")
+            raise ConfigError("plan a pipeline stage by stage: `rlhf-nb plan ppo model.name_or_path=MODEL`.")
         cfg = load_config(kind, config, overrides, toy)
         if not isinstance(cfg, TrainConfig):
             raise ConfigError(
-                f"{kind} trains nothing, it only writes rows: plan what is trained on them, for example `rlhf-nb plan "
-                "dpo`."
+                f"{kind} trains nothing, it only writes rows: plan what is trained on them: `rlhf-nb plan dpo "
+                "model.name_or_path=MODEL`."
             )
         given = typed(config, toy, overrides)
         say_what_to_train("plan", kind, cfg, given)
@@ -521,8 +523,8 @@ def launch_command(
 
         if kind == "run":
             raise ConfigError(
-                f"a pipeline starts its stages' processes itself: rlhf-nb run processes={processes} "
-                f"strategy={strategy}."
+                f"a pipeline starts its stages' processes itself: rlhf-nb run processes={processes} strategy={strategy}"
+                f"{''.join(f' {shlex.quote(word)}' for word in typed(config, toy, overrides))}"
             )
         cfg = with_proxy(kind, load_config(kind, config, overrides, toy), toy)
         say_what_to_train("launch", kind, cfg, typed(config, toy, overrides))

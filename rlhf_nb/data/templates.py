@@ -126,7 +126,8 @@ def set_chat_template(tok: Any, template: str | None = None) -> Any:
                 return tok
         raise DataError(
             f"The tokenizer knows neither {HUMAN.strip()!r} nor {ASSISTANT.strip()!r}, so the default chat template "
-            "would be unknown tokens; pass make_chat_template(user, assistant) with marks that are in its vocabulary."
+            "would be unknown tokens. With marks that are in its vocabulary: set_chat_template(tokenizer, "
+            "make_chat_template(user, assistant)) of rlhf_nb.data.templates."
         )
     return tok
 
@@ -154,7 +155,7 @@ def _render(
     if not tok.chat_template:
         raise DataError(
             "The tokenizer has no chat template, so messages can't become text: set model.chat_template=FILE.",
-            python="In Python: data.templates.set_chat_template(tokenizer).",
+            python="In Python: set_chat_template(tokenizer) of rlhf_nb.data.templates.",
         )
     # two answers share the messages of their prompt: render these once
     keys = [(json.dumps(t) if t else "", tuple(map(id, d))) for d, t in zip(dialogues, tools, strict=True)]
@@ -168,7 +169,7 @@ def _render(
             raise DataError(
                 f"{e}; the turns are {min(roles, key=len)} or alike. "
                 "Change the rows, or give a template that takes them: model.chat_template=FILE.",
-                python="In Python: set_chat_template(tokenizer, make_chat_template()).",
+                python="In Python: set_chat_template(tokenizer, make_chat_template()) of rlhf_nb.data.templates.",
             ) from e
         unseen = next((name for name in _names(given) if any(name not in text for text in found)), None)
         if unseen:
@@ -227,7 +228,7 @@ def _answer(tok: Any, messages: list[Message], tools: Any, opened: str, closed: 
         f"...{opened[-40:]!r}, and then writes ...{closed[-60:]!r}. So no mask can say which tokens the assistant "
         "wrote. Another template takes the rows: model.chat_template=FILE; rlhf-nb data FILE --model MODEL names all "
         "such rows.",
-        python="In Python: set_chat_template(tokenizer, make_chat_template()).",
+        python="In Python: set_chat_template(tokenizer, make_chat_template()) of rlhf_nb.data.templates.",
     )
 
 # %% ../../nbs/data/templates.ipynb #10cb0b74
