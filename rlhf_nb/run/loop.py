@@ -434,6 +434,8 @@ def all_steps(run: Trainer) -> Iterator[GracefulStop]:
         raise
     finally:
         run.step_start.signals = None
+        if run.method.ahead is not None:
+            run.method.ahead.close()
         if not run.lock.lost:  # else the log is another run's
             with suppress(RunError):  # a full disk has been reported already
                 run.event("end", reason=run.history.stopped, updates=run.updates)
