@@ -59,13 +59,13 @@ WORDS = {  # metavariables
 }  # fmt: skip
 OF_COMMAND: dict[str, dict[str, str]] = {  # metavariables that mean something else there
     "sft": {"FILE": "sft.jsonl"}, "process": {"FILE": "steps.jsonl"}, "ppo": {"FILE": "prompts.jsonl"}, "config": {"NAME": "zero3"},
-    "grpo": {"FILE": "prompts.jsonl"}, "rlaif": {"FILE": "prompts.jsonl"}, "label-steps": {"FILE": "questions.jsonl", "OUT": "steps.jsonl"},
+    "grpo": {"FILE": "prompts.jsonl"}, "rlaif": {"FILE": "prompts.jsonl"},
     "get": {"NAME": "smollm2"}, "feedback": {"FILE": "feedback.jsonl"}, "reward": {"FILE": "pairs.jsonl"}, "launch": {"FORK": "runs/fork"}, "fork": {"KEY=VALUE": "kl_coef=0.2"}, "push": {"NAME": "owner/name"}, "run": {"FILE": "pairs.jsonl", "run.yaml": "run_all.yaml"},
     "sample": {"FOLDER": "runs/reward/model", "...": "Hello."}, "attack": {"MODEL": "runs/reward/model"},
     "eval": {"FOLDER": "runs/reward/model"}, "compare": {"A": "runs/eval/old", "B": "runs/eval/new", "C": "runs/eval/sums/smollm2"}, "lm-eval": {"MODEL": "tiny"}, "plan": {"FILE": "run.yaml"},
 }  # fmt: skip
 CONFIGS = {
-    "eval": "bench.evals:EvalConfig", "attack": "bench.attack:AttackConfig", "label-steps": "bench.label_steps:LabelStepsConfig",
+    "eval": "bench.evals:EvalConfig", "attack": "bench.attack:AttackConfig",
     "monitor": "feedback.monitor:MonitorConfig", "cycle": "pipeline.cycle:CycleConfig", "data": "pipeline.data_look:LookConfig",
     "compare": "bench.compare:CompareConfig",
 }  # fmt: skip

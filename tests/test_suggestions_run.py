@@ -57,7 +57,6 @@ MADE = {
     "compare smollm2": ["runs/eval/sums/smollm2"],
     "eval": ["runs/eval"],
     "cycle": ["models/canary"],
-    "label-steps": ["steps.jsonl", "runs/legs_steps.jsonl"],
 }  # what a command makes, by the line's beginning, and was there
 ELSEWHERE = {"demo --real": "tests/test_recipes.py"}  # what is run there
 ALERTS = {"monitor": 3, "cycle": 3}  # commands whose exit code also says what was found
@@ -163,7 +162,7 @@ LINES = commands()
 
 LITTLE = {  # what makes a command's work small
     "eval": ["--limit", "2", "max_new_tokens=4"], "compare": ["--limit", "2"], "attack": ["--rows", "16"],
-    "label-steps": ["rows=2", "sampling.max_new_tokens=16", "answers=128", "continuations=1"], "sample": ["--max-new-tokens", "8"], "chat": ["--max-new-tokens", "8"],
+    "sample": ["--max-new-tokens", "8"], "chat": ["--max-new-tokens", "8"],
     "cycle": ["toy=true", *(f"{s}.{w}" for s in ("dpo", "ppo", "reward") for w in ("steps=1", "epochs=null"))],
     "demo": ["steps=1", *DRAWN], "lm-eval": ["--limit", "1"], "export": ["--limit", "2"],
 }  # fmt: skip

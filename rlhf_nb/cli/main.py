@@ -20,6 +20,7 @@ from rlhf_nb.cli.settings import (
     EXAMPLES, asks_registry, fact_of, facts, find_config, known_methods, load_config, place_of_command, recipe_kind,
     recipes, say_what_to_train, setting_of, settings_help, typed,
 )  # fmt: skip
+from ..aliases import elsewhere
 from ..console import as_settings
 from ..console import again as _again
 from ..console import me as _me
@@ -33,8 +34,8 @@ _all_ = ["find_config", "recipe_kind", "recipes"]
 # %% auto #0
 __all__ = ['app', 'config_app', 'runs_app', 'STORY', 'Runs', 'Commands', 'ConfigCommands', 'with_methods', 'TrainingCommand',
            'demo', 'config_show', 'config_init', 'doctor_command', 'data_command', 'watch', 'metrics', 'report',
-           'runs_list', 'rollback', 'plan_command', 'config_accelerate', 'launch_command', 'find_config', 'recipe_kind',
-           'recipes']
+           'learn_command', 'runs_list', 'rollback', 'plan_command', 'config_accelerate', 'launch_command',
+           'find_config', 'recipe_kind', 'recipes']
 
 # %% ../../nbs/cli/main.ipynb #e5be3d46
 class Commands(typer.core.TyperGroup):
@@ -71,7 +72,8 @@ class Commands(typer.core.TyperGroup):
         if fact is None:
             near = suggest(name, self.list_commands(ctx))
             self.suggest_commands = False  # newer typer adds a suggestion of its own, and doesn't know the methods
-            ctx.fail(f"No such command {name!r}." + (f" Did you mean {near!r}?" if near else ""))
+            hint = elsewhere(name) or (f"Did you mean {near!r}?" if near else "")
+            ctx.fail(f"No such command {name!r}. {hint}".strip())
         one = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
         one.command(name, help=fact["about"], cls=TrainingCommand)(_training(name))
         return typer.main.get_command(one)
@@ -143,7 +145,7 @@ runs_app = typer.Typer(help="Look after run directories.", no_args_is_help=True)
 app.add_typer(runs_app, name="runs")
 
 for module, names in (
-    (ask, ("sample", "chat", "get", "eval", "compare", "attack", "lm-eval", "label-steps")),
+    (ask, ("sample", "chat", "get", "eval", "compare", "attack", "lm-eval")),
     (models, ("export", "merge", "push")),
     (traffic, ("serve", "monitor", "feedback", "cycle")),
     (trials, ("sweep", "fork", "overopt")),
@@ -420,6 +422,18 @@ def report(
         _tell(f"{made}\nOpen it: {made.resolve().as_uri()}", err=False)
 
 # %% ../../nbs/cli/main.ipynb #93000002
+@app.command("learn")
+def learn_command(
+    words: list[str] = typer.Argument(None, metavar="[quiz N [LETTERS] | submit NAME | grade FOLDER]"),
+    debug: bool = Debug,
+) -> None:
+    """How far you are in the course; or take a quiz, hand in what you solved, or run a folder of such files again."""
+    with told(debug):
+        import rlhf_nb.learn as course
+
+        _tell(course.course_command(words or []), err=False)
+
+
 @runs_app.command("list")
 def runs_list(folder: Path = typer.Argument(Path("runs"), help="and three levels below"), debug: bool = Debug) -> None:
     """List the runs in a folder, the newest last: how far each is, and what it left."""

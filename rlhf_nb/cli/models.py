@@ -16,9 +16,7 @@ __all__ = ['EXPORT_BOUNDS', 'export_command', 'merge_command', 'push_command']
 
 # %% ../../nbs/cli/models.ipynb #c1530a05
 EXPORT_BOUNDS = {  # of export.formats, with the largest KL that each may cost; a test compares them
-    "safetensors": 0.01, "gguf-f16": 0.001, "gguf-q8_0": 0.02, "gguf-q4_0": 0.1, "gguf-q4_k_m": 0.1, "onnx": 1e-5,
-    "onnx-int8": 0.02,
-    "program": 1e-5,
+    "safetensors": 0.01, "gguf-f16": 0.001, "gguf-q8_0": 0.02, "gguf-q4_0": 0.1, "gguf-q4_k_m": 0.1,
 }  # fmt: skip
 _BOUNDS = ", ".join(f"{name} {bound:g}" for name, bound in EXPORT_BOUNDS.items())
 _Out = typer.Option(..., "--out", "-o", help="folder of the export")
