@@ -453,6 +453,16 @@ def rollback(
             _tell("Note: stages of the pipeline that were built on this run's model are as they were.")
 
 # %% ../../nbs/cli/main.ipynb #744b753c
+def _overlap(folder: str | None) -> None:
+    """`plan --rollouts`, which needs no method."""
+    if folder is not None:
+        with told(False):
+            from rlhf_nb.scale.overlap import overlap_table
+
+            _tell(overlap_table(folder), err=False)
+        raise typer.Exit
+
+
 @app.command("plan")
 def plan_command(
     kind: str = MethodName, overrides: list[str] = Overrides, config: str = ConfigFile, toy: bool = Toy,
@@ -462,6 +472,9 @@ def plan_command(
     on: str = typer.Option(None, help="kind of GPU, for seconds a step: t4 to b200, or a YAML file of its rates"),
     price: float = typer.Option(None, help="of a GPU's hour; needs --on", min=0),
     hours: float = typer.Option(None, help="that a run lasts: failures are simulated; needs --on", min=0.1),
+    rollouts: str = typer.Option(
+        None, callback=_overlap, is_eager=True, help="folder of a run: which rollouts.lag and rollouts.workers would pay",
+    ),
     debug: bool = Debug,
 ) -> None:  # fmt: skip
     """Predict what fits on how many GPUs (memory by role, ZeRO stage, offloading), and how long a step takes there."""
