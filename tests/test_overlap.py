@@ -42,9 +42,13 @@ def measured(folder: Path, lag: int, workers: int) -> tuple[float, float, float]
     events = [e for e in read_metrics(folder) if e["type"] == "step"][
         3 : -lag or None
     ]  # nothing is drawn any more at the end
-    keys = ("perf/step_s", "perf/learner_idle", "perf/generator_idle")
-    mean = {k: sum(e.get(k, 0.0) for e in events) / len(events) for k in keys}
-    return mean[keys[0]], mean[keys[1]], mean[keys[2]]
+    took = sum(e["perf/step_s"] for e in events)
+    idle = (
+        sum(e.get(f"perf/{k}", 0.0) * e["perf/step_s"] for e in events) / took
+        for k in ("learner_idle", "generator_idle")
+    )
+    learner, generator = idle
+    return took / len(events), learner, generator
 
 
 @pytest.mark.slow  # three minutes on the clock, most of them asleep

@@ -472,9 +472,7 @@ def plan_command(
     on: str = typer.Option(None, help="kind of GPU, for seconds a step: t4 to b200, or a YAML file of its rates"),
     price: float = typer.Option(None, help="of a GPU's hour; needs --on", min=0),
     hours: float = typer.Option(None, help="that a run lasts: failures are simulated; needs --on", min=0.1),
-    rollouts: str = typer.Option(
-        None, callback=_overlap, is_eager=True, help="folder of a run: which rollouts.lag and rollouts.workers would pay",
-    ),
+    rollouts: str = typer.Option(None, callback=_overlap, is_eager=True, help="a run: which lag and workers would pay"),
     debug: bool = Debug,
 ) -> None:  # fmt: skip
     """Predict what fits on how many GPUs (memory by role, ZeRO stage, offloading), and how long a step takes there."""

@@ -38,8 +38,8 @@ def step_times(folder: str | Path, skip: int = 2) -> StepTimes:
     events = [e for e in read_metrics(folder) if e["type"] == "step"][skip:]
     if not any("perf/generate_s" in e or "perf/workers_s" in e for e in events):
         raise DataError(
-            f"{folder} has no step after the first {skip} in which answers were drawn, so nothing is known of them: give "
-            "the folder of a run of ppo, grpo, rloo, raft or online-dpo with a few steps."
+            f"{folder} has no step after the first {skip} in which answers were drawn, so nothing is known of them: "
+            "give the folder of a run of ppo, grpo, rloo, raft or online-dpo with a few steps."
         )
 
     def mean(key: str) -> float:
