@@ -24,10 +24,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from rlhf_nb.data.templates import encode_continuations, train_bpe
 from rlhf_nb.models.load import save_model
 from rlhf_nb.rollout.tools import CHATML
-from rlhf_nb.serve.batcher import Ask
 from rlhf_nb.serve.gate import new_key
-from rlhf_nb.serve.protocol import ChatAsked, Form, Refused, read_request
-from rlhf_nb.serve.site import Model
+from rlhf_nb.serve.protocol import ChatAsked, Form, Refused, TextAsked, read_request
+from rlhf_nb.serve.reading import EmbeddingsAsked, ScoreAsked
 
 SCHEMA = {"type": "object", "properties": {"owl": {"type": "boolean"}, "age": {"enum": [1, 22]}}, "required": ["owl", "age"], "additionalProperties": False}  # fmt: skip
 TOOL = {"type": "function", "function": {"name": "tide", "description": "of a day", "parameters": {"type": "object", "properties": {"day": {"type": "integer"}}}}}  # fmt: skip
@@ -230,6 +229,19 @@ def test_embeddings_are_means_of_length_one(chat: Running) -> None:
     for bad in ("", [], ["a", ""], ["a " * 5000]):
         assert post(chat, "/v1/embeddings", input=bad).status_code == 400
     assert post(chat, "/v1/embeddings", input="a", model="no").status_code == 404
+
+
+ENTRY: dict[str, Any] = {"messages": ASK[0], "tools": TOOL, "stop": "a", "prompt": "a", "answers": "a", "input": "a"}
+
+
+@pytest.mark.parametrize("kind", [ChatAsked, TextAsked, ScoreAsked, EmbeddingsAsked])
+def test_a_list_that_is_too_long_is_called_that(kind: Any) -> None:
+    """Each list of each request, whatever else it might have been: what is said counts its entries, and says the bound."""
+    fine = {"model": "m"} | {k: v if k == "prompt" else [v] for k, v in ENTRY.items() if k in kind.model_fields and k != "stop"}
+    for field in ENTRY.keys() & kind.model_fields:
+        entry = ASK[0] if field == "prompt" and kind is ScoreAsked else ENTRY[field]
+        with pytest.raises(Refused, match=f"^{field}: got 2,000 entries, expected at most [0-9,]+.$"):
+            read_request(kind, json.dumps(fine | {field: [entry] * 2000}).encode())
 
 
 def test_refused_is_an_error_of_ours() -> None:

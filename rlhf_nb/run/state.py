@@ -66,7 +66,8 @@ def run_state(run: Any) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         "observers": run.observers.state_dict(), "config": plain_json(run.config.to_dict()),
     }  # fmt: skip
     if run.method.ahead is not None:
-        plain, tensors["ahead"] = split_state(run.method.ahead.state_dict())  # all of it in the one file, hashed
+        ahead = run.method.ahead.state_dict(lambda: run.step_start.signals and run.step_start.signals.requested)
+        plain, tensors["ahead"] = split_state(ahead)  # all of it in the one file, hashed
         tensors["ahead"]["plain"] = torch.frombuffer(bytearray(json.dumps(plain).encode()), dtype=torch.uint8)
     return snapshot(tensors), meta
 
