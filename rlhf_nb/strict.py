@@ -325,7 +325,11 @@ def _expected(place: _Place) -> str:
     metadata = place.info.metadata if place.info else []
     if place.info and any(getattr(m, "pattern", None) for m in metadata):
         return place.info.description or "text of another form"
-    bounds = {b: t for b, t in _BOUNDS.items() if list not in map(get_origin, _options(place.kind)) or "length" not in b}
+    bounds = {
+        b: t
+        for b, t in _BOUNDS.items()
+        if not any(get_origin(o) is list for o in _options(place.kind)) or "length" not in b
+    }
     found = [t.format(getattr(m, b)) for m in metadata for b, t in bounds.items() if getattr(m, b, None) is not None]
     return say_kind(place.kind, " " + " and ".join(found) if found else "")
 

@@ -77,7 +77,9 @@ def test_the_update_is_the_same(name: str, tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_the_number_that_is_logged_is_that_of_the_rows(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_that_is_logged_is_that_of_the_rows(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In the last step, where each mini-batch has a row with a gradient: the rows that went through the model."""
     run, computed, event = updates(name, tmp_path, False, monkeypatch, lambda prompts, completions, **_: [float(len(c)) for c in completions])  # fmt: skip
     passes = run.config.num_inner_epochs

@@ -52,7 +52,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     net = LlamaForCausalLM(LlamaConfig(vocab_size=len(tok), eos_token_id=tok.eos_token_id, bos_token_id=None, max_position_embeddings=1024, **shape))  # fmt: skip
     save_model(net, tok, place / "m")
-    (place / "letters.py").write_text("def f(prompts, completions):\n    return [None if '?' in c else float(len(c)) for c in completions]\n")
+    (place / "letters.py").write_text(
+        "def f(prompts, completions):\n    return [None if '?' in c else float(len(c)) for c in completions]\n"
+    )
     (place / "keys").write_text("".join(line + "\n" for _, line in KEYS.values()))
     return place
 
@@ -237,7 +239,9 @@ ENTRY: dict[str, Any] = {"messages": ASK[0], "tools": TOOL, "stop": "a", "prompt
 @pytest.mark.parametrize("kind", [ChatAsked, TextAsked, ScoreAsked, EmbeddingsAsked])
 def test_a_list_that_is_too_long_is_called_that(kind: Any) -> None:
     """Each list of each request, whatever else it might have been: what is said counts its entries, and says the bound."""
-    fine = {"model": "m"} | {k: v if k == "prompt" else [v] for k, v in ENTRY.items() if k in kind.model_fields and k != "stop"}
+    fine = {"model": "m"} | {
+        k: v if k == "prompt" else [v] for k, v in ENTRY.items() if k in kind.model_fields and k != "stop"
+    }
     for field in ENTRY.keys() & kind.model_fields:
         entry = ASK[0] if field == "prompt" and kind is ScoreAsked else ENTRY[field]
         with pytest.raises(Refused, match=f"^{field}: got 2,000 entries, expected at most [0-9,]+.$"):
@@ -308,7 +312,11 @@ def test_all_that_a_message_says_counts_before_it_is_read(chat: Running) -> None
     """Whatever field of a message holds a long text, it is refused by its length alone, and paid for."""
     model, long = chat.site.models["m"], "owl " * 20_000
     call = {"id": "1", "type": "function", "function": {"name": "tide", "arguments": "{}"}}
-    for where in ({"content": long}, {"content": [{"type": "text", "text": long}]}, {"tool_calls": [{**call, "function": {"name": "tide", "arguments": json.dumps({"a": long})}}]}):
+    for where in (
+        {"content": long},
+        {"content": [{"type": "text", "text": long}]},
+        {"tool_calls": [{**call, "function": {"name": "tide", "arguments": json.dumps({"a": long})}}]},
+    ):
         body = {"model": "m", "messages": [*ASK, {"role": "assistant", **where}, *ASK]}
         asked = read_request(ChatAsked, json.dumps(body).encode())
         assert model.least([m.message() for m in asked.messages]) > len(long) // 40, where

@@ -38,7 +38,9 @@ METHODS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 }
 
 
-def make(kind: str, folder: Path, lag: int, reward: Any = toy.gold_reward, prompts: int = 16, more: Any = None, **over: Any) -> Any:
+def make(
+    kind: str, folder: Path, lag: int, reward: Any = toy.gold_reward, prompts: int = 16, more: Any = None, **over: Any
+) -> Any:
     config, trainer, own = METHODS[kind]
     settings: dict[str, Any] = {
         "steps": 4, "epochs": None, "rollout_batch_size": 8, "mini_batch_size": 4, "sampling": {"max_new_tokens": 6},
@@ -200,7 +202,11 @@ def test_a_run_that_had_ended_goes_on(kind: str, tmp_path: Path) -> None:
     assert lags == {1: 0, 2: 1, 3: 0, 4: 1}
 
 
-@pytest.mark.parametrize("value", [date(2020, 1, 1), b"x", {1, 2}, {1: 2}, object(), {"a": [date(2020, 1, 1)]}], ids=lambda v: type(v).__name__)
+@pytest.mark.parametrize(
+    "value",
+    [date(2020, 1, 1), b"x", {1, 2}, {1: 2}, object(), {"a": [date(2020, 1, 1)]}],
+    ids=lambda v: type(v).__name__,
+)
 def test_columns_that_no_checkpoint_holds_are_refused_before_anything_is_drawn(value: Any, tmp_path: Path) -> None:
     t = make("raft", tmp_path, 1, more={"when": value})
     with pytest.raises(ConfigError, match="the column at 'when.0.* or set rollouts.lag=0"):
@@ -222,7 +228,9 @@ def test_a_ctrl_c_does_not_wait_for_rewards(lag: int, tmp_path: Path) -> None:
         return toy.gold_reward(prompts, completions, **columns)
 
     t = make("raft", tmp_path / "a", lag, reward, reward_timeout=None)
-    threading.Thread(target=lambda: (asked.wait(), time.sleep(0.3), signal.raise_signal(signal.SIGINT)), daemon=True).start()
+    threading.Thread(
+        target=lambda: (asked.wait(), time.sleep(0.3), signal.raise_signal(signal.SIGINT)), daemon=True
+    ).start()
     begun = time.monotonic()
     history = t.fit()
     assert history.stopped == "interrupted (SIGINT)" and t.step == 1 and time.monotonic() - begun < 30

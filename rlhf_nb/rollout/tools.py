@@ -200,7 +200,7 @@ class Result(NamedTuple):
 
 
 _MOST_ITEMS = 1000  # of a result that comes one by one
-_SEVERAL = (Iterator, Set, MappingView, range, deque)
+_SEVERAL: Any = (Iterator, Set, MappingView, range, deque)
 
 
 def _plain(value: Any) -> Any:
@@ -255,7 +255,9 @@ class Tools:
             seconds: that each may take.
         """
         known, until = self.functions, time.monotonic() + seconds
-        begun = [begin(partial(_called, known[c.name], c.arguments), seconds) if c.name in known else None for c in calls]
+        begun = [
+            begin(partial(_called, known[c.name], c.arguments), seconds) if c.name in known else None for c in calls
+        ]
         return [self._result(c, future, until, seconds) for c, future in zip(calls, begun)]
 
     def _result(self, call: Call, future: Future[Any] | None, until: float, seconds: float) -> Result:

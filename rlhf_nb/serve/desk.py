@@ -162,7 +162,7 @@ class Desk:
         self._ask(exchange, asked, model, prompts, draws, most)
         if form is not None:
             for answer in exchange.answers:
-                later = lambda task, cost: self.site.batcher.do(task, who, cost)  # noqa: E731
+                later = lambda task, cost: self.site.batcher.do(task, who, cost)
                 write_in_form(later, answer.model, answer.ask, form)
             return exchange, prompts, draws
         for shadow in self.site.shadows(model.name):
