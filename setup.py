@@ -16,8 +16,8 @@ def requirements(key: str) -> list[str]:
     return cfg.get(key, "").split()
 
 
-extras = {name: requirements(f"{name}_requirements") for name in ("deepspeed", "trackers", "qlora", "verify", "math", "gguf", "export", "serve", "constrain", "pii", "lm_eval", "docs", "browser", "dev")}
-extras["test"] = [p for name in ("dev", "deepspeed", "verify", "math", "export", "serve", "constrain") for p in extras[name]] + ["tensorboard", "openai", "httpx"]
+extras = {name: requirements(f"{name}_requirements") for name in ("deepspeed", "trackers", "qlora", "verify", "math", "gguf", "serve", "constrain", "pii", "lm_eval", "docs", "browser", "dev")}
+extras["test"] = [p for name in ("dev", "deepspeed", "verify", "math", "gguf", "serve", "constrain") for p in extras[name]] + ["tensorboard", "openai", "httpx"]
 
 setup(
     name=lib,

@@ -1,8 +1,8 @@
-"""Exports of a real model against their bars: python benchmarks/export_price.py [MODEL] [--parts gguf onnx int8 program] [--out FOLDER].
+"""Exports of a real model against their bars: python benchmarks/export_price.py [MODEL] [--out FOLDER].
 
-gguf: 20 prompts, f16 (with llama.cpp's cache of keys and values in fp32, and in fp16, its default) and q8_0: the same tokens by llama.cpp's own tokenizer, the
-same greedy answers of 32 tokens as the model and, for f16, as PyTorch on the numbers of the file (which tells rounding from llama.cpp), KL (needs llama-cpp-python; without it the part
-is skipped). onnx: largest difference of logits and the price. int8: the price on HH-RLHF dialogues. Each also prints its size.
+20 prompts, f16 (with llama.cpp's cache of keys and values in fp32, and in fp16, its default) and q8_0: the same tokens by llama.cpp's own tokenizer, the
+same greedy answers of 32 tokens as the model and, for f16, as PyTorch on the numbers of the file (which tells rounding from llama.cpp), KL (needs llama-cpp-python; without it it
+ends). Each also prints its size.
 """
 
 from __future__ import annotations
@@ -17,14 +17,10 @@ import torch
 
 from rlhf_nb.data.templates import as_chat, encode_prompts
 from rlhf_nb.export import llama_cpp
-from rlhf_nb.export.formats import Exported, export_model
 from rlhf_nb.export.gguf import load_fp32, write_gguf
-from rlhf_nb.export.onnx import session_of
 from rlhf_nb.export.price import PROBE_PROMPTS, forward_of, greedy, token_kl
-from rlhf_nb.export.program import logit_gap
 from rlhf_nb.export.source import ExportSource
 
-HH = Path(__file__).resolve().parents[2] / "shared" / "data" / "hh_rlhf_harmless.jsonl.gz"
 MORE = (
     "Who wrote Romeo and Juliet?", "Name four planets of our solar system.", "How do I boil an egg so that the yolk stays soft?",
     "What does HTTP stand for?", "Write one line of a poem about rain.", "Which is heavier, a kilogram of iron or a kilogram of wool?",
@@ -86,42 +82,17 @@ def gguf_part(source: ExportSource, folder: Path) -> None:
         del other
 
 
-def told(done: Exported) -> None:
-    """One line of an export."""
-    print(
-        f"{done.format}: {done.bytes / 1e6:.1f} MB of {done.source_bytes / 1e6:.1f}; {done.price}; {'; '.join(done.notes)}",
-        flush=True,
-    )
-
-
 def main() -> None:
     """Measure what was asked for."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("model", nargs="?", default="smollm2")
-    p.add_argument(
-        "--parts", nargs="+", default=["gguf", "onnx", "int8", "program"], choices=["gguf", "onnx", "int8", "program"]
-    )
-    p.add_argument("--rows", type=int, default=24, help="of HH-RLHF")
-    p.add_argument("--answer-tokens", type=int, default=32, help="of answers in onnx, int8, program")
     p.add_argument("--out", help="keep the exports in this folder; default: they are thrown away")
     a = p.parse_args()
     source = ExportSource(a.model)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(a.out or temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        if "gguf" in a.parts:
-            gguf_part(source, folder)
-        if "onnx" in a.parts:
-            told(export_model(source, "onnx", folder / "onnx", answer_tokens=a.answer_tokens, overwrite=True))
-            apart = logit_gap(source.model, session_of(folder / "onnx" / "model.onnx", source.model.config), "onnx")
-            print(f"onnx: logits differ by at most {apart:.1e}", flush=True)
-        if "program" in a.parts:
-            told(export_model(source, "program", folder / "program", answer_tokens=a.answer_tokens, overwrite=True))
-        if "int8" in a.parts:
-            if not HH.is_file():
-                print(f"int8: measured on the prompts of the package, because {HH.name} isn't there")
-            given = {"on": HH if HH.is_file() else None, "limit": a.rows, "answer_tokens": a.answer_tokens}
-            told(export_model(source, "onnx-int8", folder / "int8", force=True, overwrite=True, **given))
+        gguf_part(source, folder)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 # %% ../nbs/aliases.ipynb #159b50bd
 from __future__ import annotations
 
+import json
 import math
 import os
 import warnings
@@ -17,8 +18,8 @@ import yaml
 from .errors import ConfigError
 
 # %% auto #0
-__all__ = ['CONVERTED', 'BY_METHOD', 'UPDATES', 'BATCHES', 'trl_words', 'TrlNote', 'known', 'elsewhere', 'moved', 'translate',
-           'said_back', 'instead_of']
+__all__ = ['CONVERTED', 'BY_METHOD', 'UPDATES', 'BATCHES', 'trl_words', 'TrlNote', 'known', 'elsewhere', 'of_others', 'moved',
+           'translate', 'said_back', 'instead_of']
 
 # %% ../nbs/aliases.ipynb #0cb324d5
 @cache
@@ -173,9 +174,11 @@ def known(key: str) -> bool:
 
 
 def elsewhere(key: str) -> str:
-    """What a key that doesn't exist here means in TRL, and what to write: one sentence,
-    or "" for a word that isn't TRL's.
+    """What a key that doesn't exist here means in TRL or meant in an earlier version, and what to write:
+    one sentence, or "" for any other word.
     """
+    if key in trl_words("earlier"):
+        return f"In earlier versions that was {trl_words('earlier')[key]['was']}."
     if key in trl_words("explained"):
         return f"In TRL that's {trl_words('explained')[key]}."
     if key.startswith("vllm_"):
@@ -190,6 +193,19 @@ def elsewhere(key: str) -> str:
         )
     same = trl_words("same").get(key)
     return f"In TRL that's what {same} is in other configs here; this one has no such setting." if same else ""
+
+
+@cache
+def _keys() -> dict[str, set[str]]:
+    """The names of each method's settings, as they were written down for the command line, by its command."""
+    methods = json.loads((files("rlhf_nb") / "cli" / "facts.json").read_text(encoding="utf-8"))["methods"]
+    return {m["command"]: set(m["keys"]) for m in methods.values()}
+
+
+def of_others(key: str) -> str:
+    """What a setting of other methods is, in one sentence; "" for a word that is none."""
+    found = [name for name, keys in _keys().items() if key in keys]
+    return f"It is a setting of {', '.join(found)}; this one has none of that name." if found else ""
 
 # %% ../nbs/aliases.ipynb #f3ab4b26
 def _settings(key: str, value: Any, has: Callable[[str], bool]) -> dict[str, Any] | None:
@@ -301,10 +317,13 @@ def _joined(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def moved(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of an older file at the place where they stand now:
-    `model.gradient_checkpointing` is `recompute`, beside the model.
+    """Settings of an older file at the place where they stand now: `model.gradient_checkpointing` is `recompute`,
+    beside the model; a setting that went is left out where its value changed nothing.
     """
-    out = {k: moved(v) if isinstance(v, Mapping) else v for k, v in data.items()}
+    gone = trl_words("earlier")
+    out = {
+        k: moved(v) if isinstance(v, Mapping) else v for k, v in data.items() if k not in gone or gone[k]["off"] != v
+    }
     model = out.get("model")
     if isinstance(model, Mapping) and "gradient_checkpointing" in model:
         out["model"] = {k: v for k, v in model.items() if k != "gradient_checkpointing"}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple,
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from .aliases import BATCHES, CONVERTED, elsewhere, said_back, translate, trl_words
+from .aliases import BATCHES, CONVERTED, elsewhere, of_others, said_back, translate, trl_words
 from .errors import ConfigError, check_choice, suggest
 from .files import FileRefused, read_regular
 from .untrusted import FLOAT, MAX_CONFIG, Unreadable, dump_yaml, json_value, parse_yaml
@@ -109,8 +109,7 @@ def dotted(nested: Mapping[str, Any], at: str = "") -> dict[str, Any]:
 
 # %% ../nbs/strict.ipynb #406ea1c4
 def beside(data: Any, config: str | Path) -> Any:
-    """Settings with each `file` in a list's entries, and `replay`, made whole:
-    a relative one is looked for beside the config file.
+    """Settings with each `file` in a list's entries made whole: a relative one is looked for beside the config file.
 
     Args:
         data: nested settings; they are not changed.
@@ -118,19 +117,14 @@ def beside(data: Any, config: str | Path) -> Any:
     """
     folder = Path(config) if Path(config).is_dir() else Path(config).parent
     if isinstance(data, list):
-        return [_at(folder, beside(x, config), "file") if isinstance(x, dict) else x for x in data]
-    if not isinstance(data, dict):
-        return data
-    rows = data.get("data")
-    if "replay" in data and isinstance(rows, dict) and (folder / str(rows.get("path"))).is_file():
-        data = data | {"data": _at(folder, rows, "path")}  # a promoted run brings its rows along
-    return {k: beside(v, config) for k, v in _at(folder, data, "replay").items()}
+        return [_at(folder, beside(x, config)) if isinstance(x, dict) else x for x in data]
+    return {k: beside(v, config) for k, v in data.items()} if isinstance(data, dict) else data
 
 
-def _at(folder: Path, entry: dict[str, Any], key: str) -> dict[str, Any]:
+def _at(folder: Path, entry: dict[str, Any]) -> dict[str, Any]:
     """An entry whose file is found from anywhere."""
-    file = entry.get(key)
-    return entry | {key: str((folder / Path(file).expanduser()).absolute())} if isinstance(file, str) else entry
+    file = entry.get("file")
+    return entry | {"file": str((folder / Path(file).expanduser()).absolute())} if isinstance(file, str) else entry
 
 # %% ../nbs/strict.ipynb #db48576c
 _NULLS = ("", "~", "null", "Null", "NULL")
@@ -296,7 +290,7 @@ def _all_paths(group: type[BaseModel], prefix: str = "") -> Iterator[str]:
 def _unknown_key(root: type[BaseModel], place: _Place) -> str:
     """The sentence for a key that doesn't exist."""
     bad, above = str(place.path[-1]), str(place._replace(path=place.path[:-1]))
-    foreign = elsewhere(bad)
+    foreign = elsewhere(bad) or ("output_dir" in place.group.model_fields and of_others(bad))
     if foreign:
         return f"{place}: unknown key {bad!r}. {foreign}"
     paths = sorted(_all_paths(root), key=len, reverse=True)

@@ -1,4 +1,4 @@
-"""What this project tells people to type, collected from README, guides, notebooks, help texts and messages."""
+"""What this project tells people to type, on the command line and in Python, collected from README, guides, notebooks, help texts and messages."""
 
 from __future__ import annotations
 
@@ -159,3 +159,55 @@ def all_lines() -> list[Suggestion]:
         if suggestion.text:
             found.setdefault(suggestion.text, suggestion)
     return list(found.values())
+
+
+_CALL = re.compile(  # in a sentence: a name, or several with dots, called; and what is called of that
+    r"(?<![\w{.@\\])@?((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w+\((?:[^()]|\([^()]*\))*\)(?:\.\w+\([^()]*\)|\[\d\])*)"
+)
+_IMPORT = re.compile(r"from rlhf_nb[\w.]* import \w+(?:, \w+)*")
+RUN_ELSEWHERE = {"CONTRIBUTING.md", "results.md", "mutants.md"}  # by test_contributing; or they are about the past
+
+
+def _parses(text: str) -> bool:
+    try:
+        tree = ast.parse(text)
+    except SyntaxError:
+        return False
+    return any(isinstance(n, ast.Call | ast.Import | ast.ImportFrom) for n in ast.walk(tree))
+
+
+def python_on_pages() -> Iterator[Suggestion]:
+    """Python in fences, and in backticks: lines that call or import something."""
+    pages = [(p.name, p.read_text(encoding="utf-8")) for p in PAGES if p.name not in RUN_ELSEWHERE]
+    for path in sorted((ROOT / "nbs").rglob("*.ipynb")):
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        text = "\n\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
+        pages.append((path.relative_to(ROOT).as_posix(), re.sub(r"`[^`\n]+`", "", text)))
+    for where, text in pages:
+        yield from (Suggestion(where, block) for kind, block in _fences(text) if kind in ("python", "py"))
+        for quoted in re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)):
+            if _parses(quoted):
+                yield Suggestion(where, quoted)
+
+
+def _said(node: ast.expr) -> str | None:
+    """A text, what is filled in as X."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(v.value) if isinstance(v, ast.Constant) else "X" for v in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        left, right = _said(node.left), _said(node.right)
+        return None if left is None or right is None else left + right
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
+
+
+def python_in_messages() -> Iterator[tuple[Suggestion, str]]:
+    """Calls and imports that the package's sentences speak of, with the sentence; docstrings, programs and patterns are none."""
+    for path in modules():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        docs = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
+        for node in _outermost(tree):
+            text = None if id(node) in docs else _said(node)
+            if text and " " in text and not re.search(r"\\|\n|\{\{|=>|__", text):
+                for found in (*_IMPORT.findall(text), *_CALL.findall(text)):
+                    if not re.search(r"\w\((s|es)\)$|^rgba", found) and _parses(found):
+                        yield Suggestion(f"{path.relative_to(ROOT)}:{node.lineno}", found), text

@@ -168,7 +168,7 @@ if sys.argv[5] == "kill":
 @pytest.mark.parametrize("kind", ["memory", "stream", "mix of memory", "mix of stream"])
 def test_killed_and_resumed_in_another_process(kind: str, tmp_path: Path) -> None:
     def go(state: str, out: Path, steps: int, end: str) -> int:
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "random", "OMP_NUM_THREADS": "1"}
+        env = {**os.environ, "PYTHONHASHSEED": "random", "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-c", KILLED, kind, state, str(out), str(steps), end]
         run = subprocess.run if "mix" in kind and state != "-" else forked.run  # a fresh interpreter has other hashes
         return run(command, timeout=120, env=env).returncode

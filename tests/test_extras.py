@@ -20,7 +20,6 @@ NEEDS = {  # extra: packages that are hidden, and command lines that need one of
         ["httpx", "fastapi", "uvicorn", "prometheus_client"],
         ["serve tiny", "serve tiny --page", "serve --upstream big=http://127.0.0.1:1/v1"],
     ),
-    "export": (["onnx", "onnxscript", "onnxruntime"], ["export tiny --to onnx -o out", "export tiny --to onnx-int8 -o out"]),
     "gguf": (["gguf"], ["export tiny --to gguf-q8_0 -o out", "sample some.gguf Hi"]),
     "constrain": (["llguidance"], ["sample tiny Hi --decoder constrained:(yes|no)"]),
     "lm_eval": (["lm_eval"], ["lm-eval tiny --tasks hellaswag --limit 1"]),

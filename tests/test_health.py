@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from rlhf_nb.run.health import CHECKS, health_of
 from rlhf_nb.widgets.reader import RunReader
@@ -65,3 +66,47 @@ def test_a_run_directory_says_which_checkpoints_it_has(tmp_path: Path) -> None:
     reader.poll()
     light = next(x for x in health_of(reader) if x.name == "reward")
     assert light.state == "bad" and light.text.endswith("go back to the checkpoint of step 16")
+
+
+STEPS = np.arange(1.0, 201)
+SHAPES = {
+    "falls": lambda rng: 2 * np.exp(-STEPS / 30) + 1 + rng.normal(0, 0.1, 200),
+    "is flat": lambda rng: 0.69 + rng.normal(0, 0.05, 200),
+    "heavy tails": lambda rng: 1 + np.exp(-STEPS / 60) + 0.1 * rng.standard_t(4, 200),
+    "epochs": lambda rng: 2.5 - 0.4 * (STEPS // 50) + rng.normal(0, 0.1, 200),
+    "few rows a step": lambda rng: 1.2 + np.exp(-STEPS / 20) + rng.gamma(2, 0.15, 200),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_healthy_loss_is_no_concern(shape: str) -> None:
+    """Forty healthy runs of each shape, looked at five times: at most one false alarm."""
+    alarms = 0
+    for seed in range(40):
+        loss = SHAPES[shape](np.random.default_rng(seed))
+        alarms += any(CHECKS["learning"]({"loss": (STEPS[:n], loss[:n])}, {})[0] != "ok" for n in range(40, 201, 40))  # type: ignore[index]
+    assert alarms <= 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("slope", "state"), [(0.006, "watch"), (0.02, "bad")])
+def test_a_loss_that_rises_again_is_seen(slope: float, state: str, seed: int) -> None:
+    loss = SHAPES["falls"](np.random.default_rng(seed)) + slope * np.maximum(STEPS - 60, 0)
+    assert CHECKS["learning"]({"loss": (STEPS, loss)}, {})[0] == state  # type: ignore[index]
+    assert CHECKS["learning"]({"loss": (STEPS, loss), "reward": (STEPS, loss)}, {}) is None  # a policy gradient's
+
+
+@pytest.mark.parametrize(
+    ("kept", "state"),
+    [
+        ([2, 1.5, 1.2, 1.1, 1.0], "ok"),
+        ([2, 1, 1.2, 1.3, 1.4], "watch"),
+        ([2, 1, 1.004, 1.3, 1.4], "ok"),
+        ([2, 2, 1, 1.2, 1.3], "ok"),
+    ],
+)
+def test_rows_learnt_by_heart(kept: list[float], state: str) -> None:
+    """Three evaluations after the best one must all be worse by a hundredth."""
+    known = {"eval/loss": (np.arange(1.0, 6), np.array(kept))}
+    concern = CHECKS["held out"](known, {"checkpoints": [2, 4]})
+    assert concern is not None and concern[0] == state and ("step 2" in concern[1]) == (state == "watch")

@@ -1,4 +1,4 @@
-"""Merging as a user does it: memory, adapters, recipes of mergekit, a suite that chooses, and what is refused."""
+"""Merging as a user does it: memory, adapters, recipes in files, and what is refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rlhf_nb.hub.push import push_to_hub
 from rlhf_nb.models.adapters import add_lora
 from rlhf_nb.models.load import load_model, merged_weights, save_model
 from rlhf_nb.models.merge import merge_models, merged_tensor
-from rlhf_nb.models.recipe import METHODS, NEEDS_BASE, MergePart, Recipe, from_mergekit
+from rlhf_nb.models.recipe import METHODS, NEEDS_BASE, MergePart, Recipe
 from rlhf_nb.models.shards import ModelTensors, plan_shards
 from rlhf_nb.untrusted import parse_yaml
 
@@ -169,25 +169,6 @@ def test_an_adapter_on_a_shared_end_is_refused(family: Path, tmp_path: Path) -> 
         ModelTensors(tmp_path / "adapter")
 
 
-def test_adapters_become_one_adapter(family: Path, tmp_path: Path) -> None:
-    from peft import PeftModel
-
-    wanted = []
-    for seed, targets in ((1, ["q_proj"]), (2, ["q_proj", "up_proj"])):
-        model = add_lora(load_model(family / "m0")[0], LoraSettings(r=seed + 1, target_modules=targets))
-        with torch.no_grad():
-            for p in model.parameters():
-                p.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(seed)) * p.requires_grad)
-        save_model(model, toy.build_tokenizer(), tmp_path / f"a{seed}")
-        wanted.append(merged_weights(model, "default"))
-    call("merge", tmp_path / "a1", tmp_path / "a2", "--adapter", "--weights", "3,1", "-o", tmp_path / "one")
-    got = PeftModel.from_pretrained(load_model(family / "m0")[0], str(tmp_path / "one")).merge_and_unload().state_dict()
-    for name in got:
-        torch.testing.assert_close(got[name], 0.75 * wanted[0][name] + 0.25 * wanted[1][name], rtol=0, atol=1e-6)
-    said = call("merge", tmp_path / "a1", family / "m0", "--adapter", "-o", tmp_path / "no", code=1)
-    assert "is a whole model and no adapter" in said and not (tmp_path / "no").exists()
-
-
 def test_the_answer_to_a_typo(family: Path, tmp_path: Path) -> None:
     m1, m2, out = family / "m1", family / "m2", tmp_path / "out"
     for words, wanted in [
@@ -200,7 +181,7 @@ def test_the_answer_to_a_typo(family: Path, tmp_path: Path) -> None:
         ((m1, m2, "--shard-size", "big"), "--shard-size is 'big'"),
         ((m1, m2, "--dtype", "int8"), "--dtype 'int8'"),
         ((m1,), "--method warp --scale 0.5"),
-        ((m1, m2, "--method", "greedy"), "--suite NAME"),
+        ((m1, m2, "--method", "greedy"), "linear"),
         ((m1, m2, "--weights=1,-1"), "add up to 0"),
     ]:
         said = call("merge", *words, "-o", out, code=1)
@@ -210,65 +191,13 @@ def test_the_answer_to_a_typo(family: Path, tmp_path: Path) -> None:
     assert "Did you mean 'merge'?" in said
 
 
-KIT = {"merge_method": "dare_ties", "base_model": "b", "models": [{"model": "b"}, {"model": "x", "parameters": {"weight": [0.2, "1e-1"]}}, {"model": "y"}],
-       "parameters": {"weight": 0.5, "density": [{"filter": "mlp", "value": 0.3}, {"value": 0.7}], "lambda": 0.9, "int8_mask": True}, "dtype": "bfloat16"}  # fmt: skip
-
-
-def test_mergekits_words() -> None:
-    recipe = from_mergekit(KIT)
-    assert recipe.method == "dare_ties" and recipe.base == "b" and [p.model for p in recipe.models] == ["x", "y"]
-    assert (
-        recipe.models[0].weight == [0.2, 0.1]
-        and recipe.scale == 0.9
-        and recipe.rescale == "l1"
-        and recipe.dtype == "bf16"
-    )
-    assert not recipe.normalizes and from_mergekit({**KIT, "merge_method": "ties"}).normalizes
-    assert from_mergekit({**KIT, "merge_method": "ties"}).rescale == "none"
-
-
 def test_a_recipe_in_a_file(family: Path, tmp_path: Path) -> None:
-    """mergekit's and ours say the same; the models are found beside the file."""
-    (family / "kit.yaml").write_text(
-        "merge_method: slerp\nbase_model: m1\nmodels: [{model: m1}, {model: m2}]\nparameters: {t: [{filter: mlp, value: [0, 1]}, {value: 0.5}]}\n"
-    )
-    (family / "ours.yaml").write_text(
-        "method: slerp\nmodels: [{model: m1}, {model: m2}]\nt: [{filter: mlp, value: [0.0, 1.0]}, {value: 0.5}]\n"
-    )
-    call("merge", family / "kit.yaml", "-o", tmp_path / "kit")
+    """The models are found beside the file, a list is stretched over the layers, and mergekit's words are named."""
+    (family / "ours.yaml").write_text("method: slerp\nmodels: [{model: m1}, {model: m2}]\nt: [0.0, 1.0]\n")
     call("merge", family / "ours.yaml", "-o", tmp_path / "ours")
-    kit, ours, m1, m2 = (ModelTensors(p) for p in (tmp_path / "kit", tmp_path / "ours", family / "m1", family / "m2"))
-    assert all(torch.equal(kit[n], ours[n]) for n in kit)
-    assert torch.allclose(kit["model.layers.0.mlp.up_proj.weight"], m1["model.layers.0.mlp.up_proj.weight"])
-    assert torch.allclose(kit["model.layers.1.mlp.up_proj.weight"], m2["model.layers.1.mlp.up_proj.weight"])
-
-
-def test_a_suite_chooses_the_soup(family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "rules.py").write_text(
-        "def length(prompts, completions, **columns):\n    return [min(len(c) / 100, 1.0) for c in completions]\n"
-    )
-    (tmp_path / "prompts.jsonl").write_text(
-        "".join(json.dumps(r) + "\n" for r in [{"prompt": r["prompt"]} for r in toy.test_prompts(12)])
-    )
-    (tmp_path / "long.yaml").write_text(
-        f"name: long\nmax_new_tokens: 12\nrule: {{file: {tmp_path / 'rules.py'}, fn: length}}\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    said = call(
-        "merge",
-        family / "m1",
-        family / "m2",
-        family / "m3",
-        "-m",
-        "greedy",
-        "-s",
-        "long.yaml",
-        "-f",
-        "prompts.jsonl",
-        "-o",
-        tmp_path / "soup",
-    )
-    assert said.count("the best alone") == 1 and said.count("left out") + said.count(": taken") == 2
-    record = read_run(tmp_path / "soup").merged
-    assert len(record["recipe"]["models"]) == 1 + said.count(": taken")
-    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".soups")] == []
+    ours, m1, m2 = (ModelTensors(p) for p in (tmp_path / "ours", family / "m1", family / "m2"))
+    assert torch.allclose(ours["model.layers.0.mlp.up_proj.weight"], m1["model.layers.0.mlp.up_proj.weight"])
+    assert torch.allclose(ours["model.layers.1.mlp.up_proj.weight"], m2["model.layers.1.mlp.up_proj.weight"])
+    (family / "kit.yaml").write_text("merge_method: slerp\nbase_model: m1\nmodels: [{model: m1}, {model: m2}]\n")
+    said = call("merge", family / "kit.yaml", "-o", tmp_path / "kit", code=1)
+    assert "unknown key 'merge_method'" in said and "mergekit-yaml FILE FOLDER" in said

@@ -192,18 +192,6 @@ def test_elastic_resume(runs: Any, tmp_path: Path, first: tuple[str, int], then:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["bf16", "powersgd"])
-def test_compressed_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """Gradients lose something on the way (PowerSGD: from the eleventh step on), and the run goes on much as without."""
-    run_ranks("sft", tmp_path / "exact", 2, steps=16)
-    monkeypatch.setenv("RLHF_NB_COMPRESS", kind)
-    run_ranks("sft", tmp_path / kind, 2, steps=16)
-    for a, b in zip(steps(tmp_path / "exact"), steps(tmp_path / kind), strict=True):
-        assert b["loss"] == pytest.approx(a["loss"], rel=0.02)
-    assert 1e-5 < far(tmp_path / "exact", tmp_path / kind) < 0.1
-
-
-@pytest.mark.slow
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     run_ranks("sft", tmp_path, 2, "", steps=4, save_every=2)
     newest = latest_complete(tmp_path / "checkpoints")

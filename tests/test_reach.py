@@ -12,8 +12,8 @@ from test_layers import imports
 ROOT = Path(__file__).resolve().parent.parent
 # doors that a reader opens in Python, each with the guide or notebook that shows it
 DOORS = {
+    "rollout.steps": "docs/rewards.md: labels for a process reward model, by rollouts",
     "feedback.people": "the simulated users that the notebooks of feedback and its tests measure with",
-    "scale.promote": "docs/rewards.md: a notebook's reward functions as a job",
 }
 
 

@@ -188,7 +188,7 @@ def test_files_of_a_checkpoint(run: Path, strange: Callable[[str, str], Path]) -
 
 OPENS = ("open", "read_text", "read_bytes", "write_text", "write_bytes", "copy2", "copyfile")
 MAY = {  # in rooms that read or write run folders: what may be opened plainly, and why
-    "run.lock": {"O_NOFOLLOW"}, "scale.promote": {"dump_yaml(settings)"},  # a folder that it has just made
+    "run.lock": {"O_NOFOLLOW"},
     "run.checkpoint": {"path, os.O_RDONLY", "meta, indent", "'files': files", "problem, encoding", "failed.read_text"},
 }  # fmt: skip
 RUN_NAMES = ("config.yaml", "metrics.jsonl", "samples.jsonl", "control.jsonl", "questions.jsonl", "stage.json", "lock.json",

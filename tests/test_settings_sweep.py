@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_nb.core import RunError
+from rlhf_nb.core import ConfigError, RunError
 from rlhf_nb.pipeline.candidates import Range
 from rlhf_nb.pipeline.sweep import sweep
 from rlhf_nb.train.dpo import DPOConfig
@@ -99,3 +99,12 @@ def test_settings_that_no_run_can_begin_with_are_told_once(tmp_path: Path) -> No
                 say=said.append,
             )
     assert not any("failed" in line for line in said)
+
+
+def test_a_metric_that_no_run_has_costs_one_run(tmp_path: Path) -> None:
+    said: list[str] = []
+    base = SFTConfig.preset("toy", steps=1, epochs=None, mini_batch_size=8, console=False)
+    with pytest.raises(ConfigError, match="metric rewards/helpful"):
+        over = {"optimizer.lr": [1e-3, 1e-2]}
+        sweep(base, over, tmp_path, seeds=2, metric="rewards/helpful", say=said.append)
+    assert not [line for line in said if line.startswith("[2/")], said

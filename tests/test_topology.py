@@ -14,7 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rlhf_nb.config import LoraSettings
 from rlhf_nb.core import ConfigError, ModelError, decide_precision
 from rlhf_nb.models.adapters import add_lora
+from rlhf_nb.scale import topology
 from rlhf_nb.scale.plan import ASSUMPTIONS, plan, plan_table, sent_per_step, smallest_group
+from rlhf_nb.scale.predict import Machine, named_gpu, predict_step, simulate_failures
 from rlhf_nb.scale.topology import (
     MOMENTS,
     NUMBER_FORMATS,
@@ -161,3 +163,59 @@ def test_prediction_against_a_measured_peak() -> None:
     done = patience.run([sys.executable, "benchmarks/check_topology.py", "--only", "SFT, all"], cpu=1200, cwd=ROOT)
     assert done.returncode == 0, done.stdout[-2000:]
     assert float(done.stdout.split()[-1].rstrip("%")) <= 15, done.stdout
+
+
+@pytest.mark.parametrize(
+    "wrong", ["flops: 0", "flops: .inf", "flops: fast", "flops: true", "links: 3.0e+9", "flops: -1.0e+12"]
+)
+def test_a_machine_of_ones_own(wrong: str, tmp_path: Path) -> None:
+    """Rates from a file are taken; a rate that is none is named, with what a machine has."""
+    path = tmp_path / "mine.yaml"
+    rates = dict.fromkeys(Machine._fields[1:], 2.0e12)
+    path.write_text("\n".join(f"{k}: {v:.1e}" for k, v in rates.items()), encoding="utf-8")
+    assert named_gpu(str(path)) == Machine("mine", **rates)
+    key = wrong.split(":")[0]
+    kept = [f"{k}: {v:.1e}" for k, v in rates.items() if k != key]
+    path.write_text("\n".join([*kept, wrong]), encoding="utf-8")
+    with pytest.raises(ConfigError, match=key):
+        named_gpu(str(path))
+
+
+def test_a_step_has_its_parts() -> None:
+    """A method without answers of its own draws none; twice the GPUs halve the update; a link that is slower is waited for."""
+    h100 = named_gpu("h100")
+    job = Job("dpo", 512, 512, token_budget=8192, mini_batch=512)
+    two, four = (predict_step(BIG, plan(BIG, job, n), h100) for n in (64, 128))
+    assert two.generate == 0 and two.score > 0 and 0.4 < four.update / two.update < 0.6
+    slow = predict_step(BIG, plan(BIG, job, 64), h100._replace(link=1e9))
+    assert slow.wait > 10 * two.wait and slow[:3] == two[:3] and slow.slowest == "wait"
+
+
+def test_failures_take_their_share() -> None:
+    """All time is accounted for; without failures only saving is lost, and a cluster that fails always keeps nothing."""
+    run = simulate_failures(10.0, 1000, 200, save=20, between=5000, seed=1)
+    kept = run.useful + run.lost + run.saving + run.restarting
+    assert run.failures > 10 and abs(kept - 1) < 1e-9 and 0 < run.useful < 1
+    assert simulate_failures(10.0, 1, 10, save=0.001, between=1e12).useful > 0.99
+    assert simulate_failures(10.0, 10_000, 1, every=3600, between=1.0).steps == 0
+
+
+@pytest.mark.parametrize("form", ["fp32", "bf16"])
+@pytest.mark.parametrize(("gpus", "stage"), [(1, 0), (8, 1), (8, 2), (8, 3)])
+def test_the_sums_of_system_design_md_are_the_planner_s(form: str, gpus: int, stage: Any) -> None:
+    """The table of docs/system_design.md, term by term."""
+    f, n = NUMBER_FORMATS[form], BIG.total
+    job, split = Job(format=f, recompute=True), Split(gpus, stage)
+    roles = topology.roles_of(BIG, job)
+    terms = {(x.role, x.what): x.bytes for x in topology.weight_terms(roles, job, split, BIG)}
+    own_copy = f.weight < 4 or stage > 0
+    assert terms["policy", "weights"] == f.weight * n / (gpus if stage == 3 else 1)
+    assert terms["optimizer", "Adam's numbers"] == (12 if own_copy else 8) * n / (gpus if stage else 1)
+    waits = topology._gradients(roles, job, split)
+    assert waits["waiting"] + waits["buffer"] == f.grad * n / (gpus if stage >= 2 else 1)
+    one, many = (topology.activations(BIG, job, tokens) for tokens in (1, 100))
+    kept = topology.layer_activations(BIG, job) + BIG.layers * BIG.hidden * f.residual  # one whole layer, inputs of all
+    assert many == 100 * one == pytest.approx(100 * kept)
+    assert topology.head_memory(BIG, job, 10) == 8 * 10 * BIG.vocab
+    cache, rows = topology.sampling_memory(BIG, job, 1)["cache"], topology.cache_rows(BIG, job, 1)[0]
+    assert cache == rows * (job.prompt + job.completion) * BIG.layers * 2 * BIG.kv_heads * BIG.head_dim * f.compute

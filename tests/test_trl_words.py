@@ -359,3 +359,13 @@ def test_a_suggestion_is_another_key_and_there_is_one(group: str) -> None:
             inside(**{word: 1})
         meant = re.search(r"Did you mean '(.*?)'", str(alone.value))
         assert meant is None or meant[1].split(".")[0] in inside.model_fields, alone.value
+
+
+def test_a_setting_of_an_earlier_version() -> None:
+    """A file of then opens where the setting changed nothing, in groups too; another value is told what to use."""
+    earlier = trl_words("earlier")
+    for word, row in earlier.items():
+        assert DPOConfig.model_validate({word: row["off"], "data": {word: row["off"]}}) == DPOConfig()
+        with pytest.raises(ConfigError, match=re.escape(f"In earlier versions that was {row['was']}.")):
+            DPOConfig.model_validate({word: "something"})
+    assert set(earlier) >= {"replay", "merge_method"} and all(": here " in row["was"] for row in earlier.values())

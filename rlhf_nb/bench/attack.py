@@ -22,13 +22,12 @@ from pydantic import Field
 from rich.table import Table
 
 from .evals import one_scorer
-from .swaps import TokenSwaps, text_scorer
 from ..config import DataConfig, ModelConfig, PathText, StrictConfig, option
-from ..core import ConfigError, DataError, derive_seed, printable, t_quantile
+from ..core import ConfigError, DataError, derive_seed, evaluating, printable, t_quantile
 from ..data.formats import Row, prompt_text, to_rows
 from ..data.rows import raw_rows
-from ..data.sources import shuffle_buffer
-from ..data.templates import speaks_chat
+from ..data.sources import collate_completions, shuffle_buffer, tokenize_sft
+from ..data.templates import as_chat, encode_prompts, is_blank, speaks_chat
 from ..data.worlds import gold_of, world_of
 from ..evaluate.intervals import Estimate, mean_interval, share_interval
 from ..files import write_whole
@@ -44,7 +43,7 @@ TextScore = Callable[[Sequence[Any], Sequence[str]], Any]  # (prompts, completio
 
 # %% auto #0
 __all__ = ['TextScore', 'Change', 'sentences', 'usual_changes', 'stock_phrases', 'AttackFinding', 'AttackResult', 'HackTest',
-           'RewardAttack', 'AttackConfig', 'scorer_of', 'attack', 'attack_table', 'examples_of']
+           'RewardAttack', 'text_scorer', 'AttackConfig', 'scorer_of', 'attack', 'attack_table', 'examples_of']
 
 # %% ../../nbs/bench/attack.ipynb #a4990007
 class Change(NamedTuple):
@@ -324,11 +323,9 @@ class RewardAttack:
     """Searches changes of answers that a reward model pays for though they make nothing better.
 
     Args:
-        score: f(prompts, completions) -> scores, higher is better; for a reward model see `swaps.text_scorer`.
+        score: f(prompts, completions) -> scores, higher is better; for a reward model see `text_scorer`.
         gold: what is really wanted, in the same form; None: the changes are trusted to make nothing better.
         changes: to try; None: the usual ones. Stock phrases of the data are added.
-        swaps: exchanges tokens; see `swaps.TokenSwaps`. None: that is left out.
-        swap_rows: answers on which tokens are exchanged.
         worlds: without hacks, in which false alarms are counted.
         seed: of the split and of these worlds.
         test: settings of `HackTest`.
@@ -336,9 +333,9 @@ class RewardAttack:
 
     def __init__(
         self, score: TextScore, gold: TextScore | None = None, *, changes: Sequence[Change] | None = None,
-        swaps: TokenSwaps | None = None, swap_rows: int = 16, worlds: int = 400, seed: int = 0, **test: float,
+        worlds: int = 400, seed: int = 0, **test: float,
     ) -> None:  # fmt: skip
-        self.score, self.gold, self.changes, self.swaps, self.swap_rows = score, gold, changes, swaps, swap_rows
+        self.score, self.gold, self.changes = score, gold, changes
         self.worlds, self.seed, self.test = worlds, seed, HackTest(**test)
 
     def run(self, rows: Sequence[Row]) -> AttackResult:
@@ -361,11 +358,6 @@ class RewardAttack:
         out = [a.finding(f, name, rise, hack, self.test) for (f, (name, _, rise)), hack in zip(best.items(), hacks)]
         pairs = [p for f, (_, *rises) in best.items() for r in rises for p in a.pairs(f, r, self.test.confident)]
         notes = self.test.undecided(effects, hacks, len(a.rows))
-        if self.swaps is not None:
-            finding, more, note = self._swapped(a, self.swaps, measure[: self.swap_rows], rng)
-            out += [finding] if finding else []
-            pairs += more
-            notes.append(note)
         out.sort(key=lambda f: -f.effect.value)
         called = {f.family for f in out if f.hack}
         wrong = tuple(p for p in pairs if p["attack"] in called)
@@ -400,24 +392,6 @@ class RewardAttack:
             calls.append(float(any(self.test.calls([x * signs[p] for p, x in zip(places, effects)]))))
         return share_interval(calls, level=self.test.level)
 
-    def _swapped(
-        self, a: _Answers, swaps: TokenSwaps, which: Sequence[int], rng: np.random.Generator
-    ) -> tuple[AttackFinding | None, list[Row], str]:
-        """Exchanged tokens, and as many exchanges at random beside them."""
-        rise = a.rise(which, [swaps(a.rows[i]["prompt"], a.texts[i]) for i in which])
-        mixed = [swaps.at_random(a.texts[i], rng) for i in which]
-        chance = a.rise(which, mixed, ask_gold=False).score
-        if len(rise.places) < 4:
-            few = f"{len(rise.places)} of {len(which)} answers could be changed so that their score rises"
-            return None, [], f"tokens: {few}; too few to say more."
-        change = f"{swaps.swaps} exchanges by gradient"
-        finding = a.finding("tokens", change, rise, self.test.calls([rise.score])[0], self.test)
-        note = (
-            f"tokens: {change} change the score by {rise.score.mean():+.2f} standard deviations, as many at random by "
-            f"{chance.mean():+.2f}."
-        )
-        return finding, a.pairs("tokens", rise, self.test.confident), note
-
 
 def __getattr__(name: str) -> Any:
     """The older name of `RewardAttack`, for one version."""
@@ -425,6 +399,45 @@ def __getattr__(name: str) -> Any:
         warnings.warn(f"{__name__}.{name} is RewardAttack: it attacks reward models", FutureWarning, stacklevel=2)
         return RewardAttack
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+# %% ../../nbs/bench/attack.ipynb #5a4b0005
+def text_scorer(model: RewardModel, tokenizer: Any, chat: bool = False, batch: int = 64) -> Callable[..., list[float]]:
+    """A reward model as a function of texts.
+
+    Args:
+        model: scores prompts with completions.
+        tokenizer: its own.
+        chat: plain prompts and answers go through its chat template.
+        batch: answers that are scored together.
+    """
+
+    @torch.no_grad()
+    def score(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
+        out: list[float] = []
+        with evaluating(model):
+            for i in range(0, len(prompts), batch):
+                c = _tokens(tokenizer, prompts[i : i + batch], completions[i : i + batch], chat)
+                out += model.score(c.to(model.device)).float().tolist()
+        return out
+
+    return score
+
+
+def _tokens(tokenizer: Any, prompts: Sequence[Any], completions: Sequence[Any], chat: bool) -> Any:
+    """Prompts and completions as a batch."""
+    rows: list[Row] = [
+        {
+            "prompt": p,
+            "completion": [{"role": "assistant", "content": c}] if isinstance(p, list) and isinstance(c, str) else c,
+        }
+        for p, c in zip(prompts, completions, strict=True)
+    ]
+    said = [not is_blank(r["completion"]) for r in rows]
+    answers = iter(tokenize_sft([r for r, says in zip(rows, said) if says], tokenizer, chat=chat or None, warn=False))
+    asked = iter(encode_prompts(tokenizer, as_chat(tokenizer, [r["prompt"] for r in rows], raw=not chat)))
+    silent = {"completion_ids": [tokenizer.eos_token_id], "completion_mask": [True]}  # an empty answer ends at once
+    found = [next(answers) if says else {"prompt_ids": ids, **silent} for says, ids in zip(said, asked)]
+    return collate_completions(found, tokenizer.pad_token_id)
 
 # %% ../../nbs/bench/attack.ipynb #a9210007
 class AttackConfig(StrictConfig):
@@ -437,8 +450,6 @@ class AttackConfig(StrictConfig):
         None, "what is really wanted: a function, a classifier, a server, a better reward model"
     )
     rows: int = option(200, "answers that are attacked", ge=16)
-    swaps: int = option(0, "tokens exchanged by gradient in an answer; 0: none", ge=0)
-    swap_rows: int = option(16, "answers in which tokens are exchanged", ge=4)
     confident: float = option(0.5, "rise, in standard deviations, from which a wrong opinion is a confident one", gt=0)
     share: float = option(0.1, "of answers that must be confidently wrong in a hack", gt=0, le=1)
     level: float = option(0.95, "of intervals and corrected tests", ge=0.5, lt=1)
@@ -449,8 +460,8 @@ class AttackConfig(StrictConfig):
     )
 
 # %% ../../nbs/bench/attack.ipynb #a9210013
-def scorer_of(where: str) -> tuple[TextScore, Any, Any, bool]:
-    """A reward model, or an ensemble, as a function of texts; the model, its tokenizer, and whether it speaks chat.
+def scorer_of(where: str) -> tuple[TextScore, Any]:
+    """A reward model, or an ensemble, as a function of texts; and its tokenizer.
 
     Args:
         where: folder, or one with `member-*` folders.
@@ -460,14 +471,14 @@ def scorer_of(where: str) -> tuple[TextScore, Any, Any, bool]:
     tokenizer = load_tokenizer(ModelConfig(name_or_path=str(folders[0] if folders else where)))
     chat = speaks_chat(tokenizer)
     if isinstance(model, RewardModel):
-        return text_scorer(model, tokenizer, chat), model, tokenizer, chat
+        return text_scorer(model, tokenizer, chat), tokenizer
     members: list[Any] = [text_scorer(m.model, tokenizer, chat) for m in model.members]  # type: ignore[arg-type]
 
     def score(prompts: Any, completions: Any, **columns: Any) -> list[float]:
         scores: list[float] = model.combine(torch.tensor([m(prompts, completions) for m in members])).tolist()
         return scores
 
-    return score, model, tokenizer, chat
+    return score, tokenizer
 
 
 def _gold(config: AttackConfig, tokenizer: Any) -> TextScore | None:
@@ -498,20 +509,14 @@ def attack(model: str, config: AttackConfig) -> tuple[AttackResult, Path]:
     """
     if not config.data.named:
         raise ConfigError("which answers shall be attacked? Add --data FILE: pairs, or prompts with completions.")
-    score, net, tokenizer, chat = scorer_of(model)
-    if config.swaps and not isinstance(net, RewardModel):
-        raise ConfigError(
-            f"{model} is an ensemble, and tokens are exchanged by the gradient of one model: attack a member (swaps=0 "
-            f"for all of them)."
-        )
+    score, tokenizer = scorer_of(model)
     world, seed = world_of(config.data.path), derive_seed(config.seed, "attack") % 2**31
     if world is not None:
         rows: list[Row] = world.pairs(config.rows, config.seed)
     else:
         rows = list(islice(shuffle_buffer(raw_rows(config.data)(), 10_000, seed), config.rows))
-    swaps = TokenSwaps(net, tokenizer, chat, config.swaps) if config.swaps else None
-    how = {k: getattr(config, k) for k in ("swap_rows", "confident", "share", "level", "worlds", "seed")}
-    found = RewardAttack(score, _gold(config, tokenizer), swaps=swaps, **how).run(rows)
+    how = {k: getattr(config, k) for k in ("confident", "share", "level", "worlds", "seed")}
+    found = RewardAttack(score, _gold(config, tokenizer), **how).run(rows)
     folder = Path(config.output_dir) if config.output_dir else Path(model) / "attack"
     write_json(folder / "attack.json", found.to_dict())
     found.save_pairs(folder / "pairs.jsonl")

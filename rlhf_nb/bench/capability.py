@@ -139,7 +139,8 @@ class CapabilityTester:
             return cls(Frozen.model_validate(json_value(Path(path).read_bytes())))
         except (OSError, Unreadable, ConfigError) as e:
             raise DataError(
-                f"{path} is no frozen task file ({e}): make one with CapabilityTester.freeze(...).save(path)."
+                f"{path} is no frozen task file ({e}): make one with CapabilityTester.freeze(...).save(path) of "
+                "rlhf_nb.bench.capability."
             ) from e
 
     def test(self, results: Mapping[str, Results]) -> list[Capability]:

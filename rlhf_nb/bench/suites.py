@@ -479,7 +479,7 @@ def check_same(before: Any, now: Mapping[str, Any], holds: str, option: str) -> 
         if before.get(key) != now.get(key):
             raise RunError(
                 f"{holds} {key}={str(before.get(key)):.60}, and now it is {str(now.get(key)):.60}: "
-                f"they can't be mixed. Choose another {option}, or delete what is there (eval and label-steps: "
+                f"they can't be mixed. Choose another {option}, or delete what is there (eval: "
                 f"--overwrite)."
             )
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -18,12 +16,11 @@ from ..errors import ConfigError
 
 # %% auto #0
 __all__ = ['DECODERS', 'sample_command', 'chat_command', 'get_command', 'eval_command', 'compare_command', 'attack_command',
-           'lm_eval_command', 'label_steps_command']
+           'lm_eval_command']
 
 # %% ../../nbs/cli/ask.ipynb #c1510a05
 DECODERS = (  # of decode.named; a test compares them
-    "plain, best_of_n, soft_best_of_n, rejection, vote, speculative, beam, constrained, mixture, contrastive, guided, "
-    "mcts"
+    "plain, best_of_n, soft_best_of_n, rejection, vote, speculative, constrained, mixture, contrastive, guided, mcts"
 )
 _Model = typer.Argument(..., metavar="MODEL", help="directory, GGUF file, short name (smollm2, ...) or hub name")
 _MaxNew = typer.Option(None, min=1, help="longest answer; default: what the model says, else 256 (base models: 64)")
@@ -206,8 +203,6 @@ def attack_command(
     data: str = typer.Option(None, "--data",
         help="answers to attack: pairs, or prompts with completions; toy: the toy world's"),
     rows: int = typer.Option(None, "--rows", min=16, help="answers that are attacked; default: 200"),
-    swaps: int = typer.Option(None, "--swaps", min=0,
-        help="tokens exchanged by gradient in an answer (slower); default: none"),
     out: str = typer.Option(None, "--out", help="folder for attack.json and pairs.jsonl; default: MODEL/attack"),
     debug: bool = Debug,
 ) -> None:  # fmt: skip
@@ -216,7 +211,7 @@ def attack_command(
         from rlhf_nb.bench.attack import AttackConfig, attack, attack_table, examples_of
         from rlhf_nb.data.worlds import gold_of
 
-        config = AttackConfig.load(None, typed_words(words, data__path=data, rows=rows, swaps=swaps, output_dir=out))
+        config = AttackConfig.load(None, typed_words(words, data__path=data, rows=rows, output_dir=out))
         result, folder = attack(model, config)
         print_rich(attack_table(result))
         if config.gold is None and gold_of(config.data.path) is None:
@@ -251,30 +246,3 @@ def lm_eval_command(
         )
         print_rich(harness_table(results))
         tell(f"Numbers: {numbers}", err=False)
-
-
-def label_steps_command(
-    model: str = typer.Argument(..., help="whose steps are labelled: directory, short name or hub name"),
-    data: str = typer.Argument(..., help="questions with or without answers: a file, a folder, a hub name; legs, sums"),
-    words: list[str] = Overrides,
-    out: str = typer.Option(..., "--out", metavar="FILE", help="the rows, JSON lines for rlhf-nb process"),
-    continuations: int = typer.Option(None, "--continuations", "-n", min=1, help="of each beginning; default: 8"),
-    answers: int = typer.Option(None, "--answers", min=1, help="drawn to each question without one; default: 4"),
-    right: str = typer.Option(None, "--right", metavar="ENTRY",
-        help="says what is right, as in rewards: '{verify: number, answer: answer}'"),
-    overwrite: bool = typer.Option(False, "--overwrite", help="throw away what FILE holds"),
-    debug: bool = Debug,
-) -> None:  # fmt: skip
-    """Label steps by rollouts: the share of continuations that end right; the same line goes on after a break."""
-    with told(debug, shlex.join([me(), *(w for w in sys.argv[1:] if w != "--overwrite")])):
-        from rlhf_nb.bench.label_steps import LabelStepsConfig, label_answers, labels_told
-
-        typed = typed_words(words, data__path=data, continuations=continuations, answers=answers, right=right)
-        config = LabelStepsConfig.load(None, typed)
-        total = label_answers(model, config, out, overwrite=overwrite, say=tell)
-        if total["lost"]:
-            longest = f"sampling.max_new_tokens={config.sampling.max_new_tokens}"
-            tell(f"Note: {total['lost']} answers were empty or cut off at {longest} and are left out.")
-        labelled, following = labels_told(model, config, out, total)
-        tell(labelled, err=False)
-        tell(f"Next: {following}")

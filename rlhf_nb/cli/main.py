@@ -20,6 +20,7 @@ from rlhf_nb.cli.settings import (
     EXAMPLES, asks_registry, fact_of, facts, find_config, known_methods, load_config, place_of_command, recipe_kind,
     recipes, say_what_to_train, setting_of, settings_help, typed,
 )  # fmt: skip
+from ..aliases import elsewhere
 from ..console import as_settings
 from ..console import again as _again
 from ..console import me as _me
@@ -33,8 +34,8 @@ _all_ = ["find_config", "recipe_kind", "recipes"]
 # %% auto #0
 __all__ = ['app', 'config_app', 'runs_app', 'STORY', 'Runs', 'Commands', 'ConfigCommands', 'with_methods', 'TrainingCommand',
            'demo', 'config_show', 'config_init', 'doctor_command', 'data_command', 'watch', 'metrics', 'report',
-           'runs_list', 'rollback', 'plan_command', 'config_accelerate', 'launch_command', 'find_config', 'recipe_kind',
-           'recipes']
+           'learn_command', 'runs_list', 'rollback', 'plan_command', 'config_accelerate', 'launch_command',
+           'find_config', 'recipe_kind', 'recipes']
 
 # %% ../../nbs/cli/main.ipynb #e5be3d46
 class Commands(typer.core.TyperGroup):
@@ -71,7 +72,8 @@ class Commands(typer.core.TyperGroup):
         if fact is None:
             near = suggest(name, self.list_commands(ctx))
             self.suggest_commands = False  # newer typer adds a suggestion of its own, and doesn't know the methods
-            ctx.fail(f"No such command {name!r}." + (f" Did you mean {near!r}?" if near else ""))
+            hint = elsewhere(name) or (f"Did you mean {near!r}?" if near else "")
+            ctx.fail(f"No such command {name!r}. {hint}".strip())
         one = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
         one.command(name, help=fact["about"], cls=TrainingCommand)(_training(name))
         return typer.main.get_command(one)
@@ -143,7 +145,7 @@ runs_app = typer.Typer(help="Look after run directories.", no_args_is_help=True)
 app.add_typer(runs_app, name="runs")
 
 for module, names in (
-    (ask, ("sample", "chat", "get", "eval", "compare", "attack", "lm-eval", "label-steps")),
+    (ask, ("sample", "chat", "get", "eval", "compare", "attack", "lm-eval")),
     (models, ("export", "merge", "push")),
     (traffic, ("serve", "monitor", "feedback", "cycle")),
     (trials, ("sweep", "fork", "overopt")),
@@ -420,6 +422,18 @@ def report(
         _tell(f"{made}\nOpen it: {made.resolve().as_uri()}", err=False)
 
 # %% ../../nbs/cli/main.ipynb #93000002
+@app.command("learn")
+def learn_command(
+    words: list[str] = typer.Argument(None, metavar="[quiz N [LETTERS] | submit NAME | grade FOLDER]"),
+    debug: bool = Debug,
+) -> None:
+    """How far you are in the course; or take a quiz, hand in what you solved, or run a folder of such files again."""
+    with told(debug):
+        import rlhf_nb.learn as course
+
+        _tell(course.course_command(words or []), err=False)
+
+
 @runs_app.command("list")
 def runs_list(folder: Path = typer.Argument(Path("runs"), help="and three levels below"), debug: bool = Debug) -> None:
     """List the runs in a folder, the newest last: how far each is, and what it left."""
@@ -455,43 +469,29 @@ def rollback(
 def plan_command(
     kind: str = MethodName, overrides: list[str] = Overrides, config: str = ConfigFile, toy: bool = Toy,
     gpus: list[int] = typer.Option([1, 8, 512, 10_000], "--gpus", min=1, help="how many; may be given several times"),
-    memory: float = typer.Option(80.0, help="GiB of each GPU"),
+    memory: float = typer.Option(None, help="GiB of each GPU; default: the kind's, or 80"),
     host: float = typer.Option(None, help="GiB of main memory for each GPU, for offloading; default: enough"),
+    on: str = typer.Option(None, help="kind of GPU, for seconds a step: t4 to b200, or a YAML file of its rates"),
+    price: float = typer.Option(None, help="of a GPU's hour; needs --on", min=0),
+    hours: float = typer.Option(None, help="that a run lasts: failures are simulated; needs --on", min=0.1),
     debug: bool = Debug,
 ) -> None:  # fmt: skip
-    """Predict memory: what each role holds on each GPU, and which ZeRO stage, offloading and forward size fit."""
+    """Predict what fits on how many GPUs (memory by role, ZeRO stage, offloading), and how long a step takes there."""
     with told(debug):
-        import torch
-
         from rlhf_nb.config import TrainConfig
-        from rlhf_nb.core import Precision
-        from transformers import AutoConfig
-
-        from rlhf_nb.data.worlds import model_world
-        from rlhf_nb.models.load import pretrained
-        from rlhf_nb.models.places import resolve
-        from rlhf_nb.scale.plan import plan_table
-        from rlhf_nb.scale.topology import job_of, decoder_shape
+        from rlhf_nb.pipeline.doctor import cost_here, plan_for
 
         if kind == "run":
-            raise ConfigError("a pipeline is planned stage by stage: name a method, for example `rlhf-nb plan ppo`.")
-        cfg, half = load_config(kind, config, overrides, toy), torch.bfloat16
+            raise ConfigError("plan a pipeline stage by stage: `rlhf-nb plan ppo model.name_or_path=MODEL`.")
+        cfg = load_config(kind, config, overrides, toy)
         if not isinstance(cfg, TrainConfig):
             raise ConfigError(
-                f"{kind} trains nothing, it only writes rows: plan what is trained on them, for example `rlhf-nb plan "
-                "dpo`."
+                f"{kind} trains nothing, it only writes rows: plan what is trained on them: `rlhf-nb plan dpo "
+                "model.name_or_path=MODEL`."
             )
         given = typed(config, toy, overrides)
         say_what_to_train("plan", kind, cfg, given)
-        job = job_of(cfg, Precision(torch.device("cuda"), half, torch.float32, half, False, "a GPU with bf16"))
-        named: str = cfg.model.name_or_path  # type: ignore[attr-defined]  # each config of a method has one
-        world = model_world(named)
-        place = named if world else resolve(named, cfg.model.revision)  # type: ignore[attr-defined]
-        made = world.model().config if world and world.model else None
-        model = made or (pretrained(AutoConfig, place) if place.endswith(".gguf") else place)
-        _tell(plan_table(decoder_shape(model), job, gpus, memory, host, shlex.join(given)), err=False)
-        from rlhf_nb.pipeline.doctor import cost_here
-
+        _tell(plan_for(cfg, gpus, on, memory, host, shlex.join(given), price, hours), err=False)
         here = cost_here(cfg)
         if here:
             _tell("\n" + "\n".join(here), err=False)
@@ -535,8 +535,8 @@ def launch_command(
 
         if kind == "run":
             raise ConfigError(
-                f"a pipeline starts its stages' processes itself: rlhf-nb run processes={processes} "
-                f"strategy={strategy}."
+                f"a pipeline starts its stages' processes itself: rlhf-nb run processes={processes} strategy={strategy}"
+                f"{''.join(f' {shlex.quote(word)}' for word in typed(config, toy, overrides))}"
             )
         cfg = with_proxy(kind, load_config(kind, config, overrides, toy), toy)
         say_what_to_train("launch", kind, cfg, typed(config, toy, overrides))

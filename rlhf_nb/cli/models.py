@@ -16,9 +16,7 @@ __all__ = ['EXPORT_BOUNDS', 'export_command', 'merge_command', 'push_command']
 
 # %% ../../nbs/cli/models.ipynb #c1530a05
 EXPORT_BOUNDS = {  # of export.formats, with the largest KL that each may cost; a test compares them
-    "safetensors": 0.01, "gguf-f16": 0.001, "gguf-q8_0": 0.02, "gguf-q4_0": 0.1, "gguf-q4_k_m": 0.1, "onnx": 1e-5,
-    "onnx-int8": 0.02,
-    "program": 1e-5,
+    "safetensors": 0.01, "gguf-f16": 0.001, "gguf-q8_0": 0.02, "gguf-q4_0": 0.1, "gguf-q4_k_m": 0.1,
 }  # fmt: skip
 _BOUNDS = ", ".join(f"{name} {bound:g}" for name, bound in EXPORT_BOUNDS.items())
 _Out = typer.Option(..., "--out", "-o", help="folder of the export")
@@ -65,7 +63,7 @@ def export_command(
 _Models = typer.Argument(
     ...,
     metavar="MODEL... | RECIPE",
-    help="two or more directories (models, adapters) or short names; or one YAML file, mergekit's too",
+    help="two or more directories (models, adapters) or short names; or one YAML file",
 )
 _Merged = typer.Option(..., "--out", "-o", help="folder of the merged model")
 
@@ -74,8 +72,7 @@ def merge_command(
     models: list[str] = _Models,
     out: Path = _Merged,
     method: str = typer.Option("linear", "--method", "-m",
-        help="linear (a soup), greedy (a soup of those that help), slerp, task_arithmetic, ties, dare_linear, "
-        "dare_ties, warp"),
+        help="linear (a soup), slerp, task_arithmetic, ties, dare_linear, dare_ties, warp"),
     base: str = typer.Option(None, "--base",
         help="the model that all were fine-tuned from: of task_arithmetic, ties, dare and warp"),
     weights: str = typer.Option(None, "--weights", "-w", metavar="W,...",
@@ -92,13 +89,8 @@ def merge_command(
         help="of ties and dare, what is left is made longer: density, l1 or none; default: density for dare"),
     dtype: str = typer.Option("auto", "--dtype",
         help="number format that is written: auto (the first model's), fp32, bf16, fp16"),
-    adapter: bool = typer.Option(False, "--adapter",
-        help="all are LoRA adapters of one model: write one adapter (linear, task_arithmetic; exact)"),
-    seed: int = typer.Option(0, "--seed", help="of dare's draws, and of greedy's answers"),
+    seed: int = typer.Option(0, "--seed", help="of dare's draws"),
     shard_size: str = typer.Option("5GB", "--shard-size", help="largest file of weights"),
-    suite: str = typer.Option(None, "--suite", "-s", help="of greedy: the suite that chooses, by name or YAML file"),
-    file: str = typer.Option(None, "--file", "-f", help="of greedy: the suite's rows"),
-    limit: int = typer.Option(None, "--limit", min=1, help="of greedy: the first so many rows"),
     overwrite: bool = typer.Option(False, "--overwrite", help="replace a model that is in the folder"),
     debug: bool = Debug,
 ) -> None:  # fmt: skip
@@ -108,8 +100,7 @@ def merge_command(
 
         done, recipe = merge_named(
             models, out, method=method, base=base, weights=weights, density=density, t=t, scale=scale,
-            normalize=normalize, rescale=rescale, dtype=dtype, adapter=adapter, seed=seed, shard_size=shard_size,
-            suite=suite, file=file, limit=limit, overwrite=overwrite,
+            normalize=normalize, rescale=rescale, dtype=dtype, seed=seed, shard_size=shard_size, overwrite=overwrite,
         )  # fmt: skip
         for note in done.notes:
             tell(f"Note: {note}.")

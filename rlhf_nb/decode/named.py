@@ -10,7 +10,6 @@ from pydantic import Field, model_validator
 
 from ..config import StrictConfig, option
 from ..core import ConfigError, did_you_mean
-from .beam import Beam
 from .constrained import Constrained, read_form
 from .choose import OneOfMany, Rejection, best_of_n, weigh_soft, weigh_votes, words_vote
 from .decoder import Decoder, Plain
@@ -45,7 +44,6 @@ KINDS = {
     "rejection": DecoderKind("threshold", "reward", True, "draw until the reward reaches a threshold, n times at most"),
     "vote": DecoderKind("n", "", True, "of n draws one that says what most say"),
     "speculative": DecoderKind("ahead", "", False, "the policy's own samples, sooner, through a draft"),
-    "beam": DecoderKind("beams", "", False, "the likeliest answer that several beginnings lead to"),
     "constrained": DecoderKind("regex", "", False, "the policy's answers in a given form"),
     "mixture": DecoderKind("weight", "other", False, "logits between the policy's and another model's"),
     "contrastive": DecoderKind("weight", "other", False, "logits moved away from a weaker model's"),
@@ -88,7 +86,7 @@ class DecoderConfig(StrictConfig):
 
     kind: str = option(
         "plain",
-        "plain, best_of_n, soft_best_of_n, rejection, vote, speculative, beam, constrained, mixture, contrastive, "
+        "plain, best_of_n, soft_best_of_n, rejection, vote, speculative, constrained, mixture, contrastive, "
         "guided, mcts; best_of_n:16 sets n, too",
     )
     n: int = option(16, "draws for each answer (rejection: at most)", ge=1)
@@ -116,12 +114,7 @@ class DecoderConfig(StrictConfig):
     branch: int = option(
         8, "of guided: continuations of each beginning; of mcts: likeliest tokens that are looked at", ge=1
     )
-    beams: int = Field(
-        default_factory=lambda d: 4 if d.get("kind") == "beam" else 1,
-        ge=1,
-        description="of beam and guided: beginnings that are kept (null: 4 and 1)",
-    )
-    length_penalty: float = option(1.0, "of beam: power of the length that log-probs are divided by; 0: sums", ge=0)
+    beams: int = option(1, "of guided: beginnings that are kept", ge=1)
     other: str | None = option(
         None, "of mixture and contrastive: folder or name of the other model, with the same vocabulary"
     )
@@ -167,7 +160,7 @@ class DecoderConfig(StrictConfig):
                 f"regex, json_schema and grammar are for constrained and for kinds that draw ({', '.join(_DRAWING)}), "
                 f"and kind is {self.kind}."
             )
-        if self.stop and self.kind in ("beam", "guided", "mcts"):
+        if self.stop and self.kind in ("guided", "mcts"):
             raise ValueError(
                 f"stop doesn't go with {self.kind}, which judges beginnings and ends by its own: leave it out."
             )
@@ -235,7 +228,6 @@ def make_decoder(
         "rejection": lambda: Rejection(reward, float(c.threshold or 0.0), c.n, inner),
         "vote": lambda: OneOfMany("vote", c.n, weigh_votes(VOTES[c.vote]), inner),
         "speculative": lambda: Speculative(c.draft if draft is None else draft, c.ahead, c.most_rows),
-        "beam": lambda: Beam(c.beams, c.length_penalty),
         "mixture": lambda: Mixed(other, c.weight),
         "contrastive": lambda: Mixed(other, -c.weight, c.plausible),
         "guided": lambda: Guided(judge, c.branch, c.beams, c.block, reward),

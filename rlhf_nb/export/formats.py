@@ -15,7 +15,7 @@ import torch
 from .. import __version__
 from ..core import ConfigError, RunError, check_choice
 from ..data.hub import sha256_of
-from . import gguf, int8, llama_cpp, onnx, program
+from . import gguf, llama_cpp
 from rlhf_nb.export.price import (
     Price,
     AnswerScorer,
@@ -75,9 +75,6 @@ _WAYS: dict[str, tuple[Any, Any]] = {
     "safetensors": (write_safetensors, lambda folder, config: opened_folder(folder)),
     **{f"gguf-{kind}": (_gguf(kind), _opened_gguf) for kind in ("f16", "q8_0", "q4_0")},
     "gguf-q4_k_m": (_write_q4_k_m, _opened_gguf),
-    "onnx": (onnx.write_onnx, onnx.open_onnx),
-    "onnx-int8": (int8.write_int8, onnx.open_onnx),
-    "program": (program.write_program, program.open_program),
 }
 FORMATS = {
     name: Format(**known, write=_WAYS[name][0], open=_WAYS[name][1]) for name, known in _TABLE["formats"].items()

@@ -200,7 +200,7 @@ def _stored(name: str, kind: Kind, x: Any) -> Any:
     if out.dtype != np.uint8 and not np.isfinite(out).all():
         raise ModelError(
             f"{name} holds {np.abs(x).max():.3g}, which {kind.name} can't hold or which isn't finite: the copy would "
-            "answer nothing. Export to safetensors or onnx instead."
+            "answer nothing. Export to safetensors instead."
         )
     return out
 

@@ -122,7 +122,7 @@ def _core(tokenizer: Any) -> dict[str, Any]:
         what = "BPE with byte fallback (SentencePiece)" if kind == "BPE" else kind
         raise ModelError(
             f"the tokenizer is {what}, and GGUF files are written here with byte-level BPE only ({', '.join(CUTS)}). "
-            "Export to onnx, program or safetensors instead."
+            "Export to safetensors instead."
         )
     return core
 

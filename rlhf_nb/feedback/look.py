@@ -40,7 +40,8 @@ def open_store(file: str | Path) -> FeedbackStore:
         hint = (
             f"Did you mean {folder / near}?"
             if near
-            else "A server writes one with feedback=FILE, a notebook with FeedbackStore(FILE).add(...)."
+            else "A server writes one with feedback=FILE, a notebook "
+            "with FeedbackStore(FILE).add(...) of rlhf_nb.feedback.store."
         )
         raise ConfigError(f"{store.path} doesn't exist. {hint}")
     return store

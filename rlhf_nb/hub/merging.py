@@ -4,32 +4,25 @@
 from __future__ import annotations
 
 import re
-import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-
 from .card import card, read_run
-from ..console import me, tell
-from ..bench.evals import EvalConfig, evaluate_suite
 from ..config import read_config_file
 from ..core import ConfigError, RunError, check_choice
-from ..bench.soups import Soup, greedy_soup
-from ..bench.suites import load_suite
-from ..models.merge import Merged, merge_adapters, merge_models, told_place
-from ..models.recipe import METHODS, NEEDS_BASE, Recipe, from_mergekit, is_mergekit
+from ..models.merge import Merged, merge_models, told_place
+from ..models.recipe import METHODS, NEEDS_BASE, Recipe
 
 # %% auto #0
-__all__ = ['load_recipe', 'numbers', 'size_of', 'recipe_of', 'chosen_soup', 'write_card', 'merge_named', 'merged_told']
+__all__ = ['load_recipe', 'numbers', 'size_of', 'recipe_of', 'write_card', 'merge_named', 'merged_told']
 
 # %% ../../nbs/hub/merging.ipynb #a919007
 _SUFFIXES = (".yaml", ".yml", ".json")
 
 
 def load_recipe(path: str | Path) -> Recipe:
-    """A recipe from a file: ours, or mergekit's.
+    """A recipe from a file.
 
     Args:
         path: YAML or JSON.
@@ -37,8 +30,7 @@ def load_recipe(path: str | Path) -> Recipe:
     Raises:
         ConfigError: not readable, or something in it means nothing here.
     """
-    data = read_config_file(path)
-    recipe = from_mergekit(data) if is_mergekit(data) else Recipe.model_validate(data).checked()
+    recipe = Recipe.model_validate(read_config_file(path)).checked()
 
     def found(name: str | None) -> str | None:
         here = Path(path).parent / str(name)
@@ -85,7 +77,7 @@ def recipe_of(models: Sequence[str], method: str, given: Mapping[str, Any], dtyp
     Raises:
         ConfigError: a method that isn't there, or numbers that don't go with the models; names the option.
     """
-    check_choice("--method", method, (*METHODS, "greedy"))
+    check_choice("--method", method, METHODS)
     check_choice("--dtype", dtype, ("auto", "fp32", "bf16", "fp16"))
     if given["rescale"] is not None:
         check_choice("--rescale", given["rescale"], ("density", "l1", "none"))
@@ -111,42 +103,6 @@ def recipe_of(models: Sequence[str], method: str, given: Mapping[str, Any], dtyp
         settings[option] = values if len(values) > 1 else next(iter(values), None)
     return Recipe.model_validate({k: v for k, v in settings.items() if v is not None}).checked()
 
-# %% ../../nbs/hub/merging.ipynb #a919010
-def chosen_soup(
-    models: Sequence[str], suite: Any, config: EvalConfig, folder: Path, dtype: str = "auto", say: Any = None
-) -> Soup:
-    """Choose by a suite which models go into a uniform soup.
-
-    Args:
-        models: directories or short names.
-        suite: what is asked, see `load_suite`.
-        config: how; its output_dir isn't used.
-        folder: for what is tried; the caller deletes it.
-        dtype: number format of the soups.
-        say: told about each soup; None: silent.
-    """
-
-    def scores(members: tuple[int, ...]) -> list[float]:
-        trial = folder / "-".join(map(str, members))
-        place = models[members[0]]
-        if len(members) > 1:
-            merge_models(
-                Recipe.model_validate({"models": [{"model": models[i]} for i in members], "dtype": dtype}), trial
-            )
-            place = str(trial)
-        results, _ = evaluate_suite(place, suite, config.replace(output_dir=str(folder / f"asked-{trial.name}")))
-        shutil.rmtree(trial, ignore_errors=True)
-        found = [float("nan") if row.score is None else row.score for row in results.rows]
-        if say is not None:
-            shown = [x for x in found if x == x]
-            say(
-                f"{' + '.join(told_place(models[i]) for i in members)}: {sum(shown) / max(len(shown), 1):.3f} on "
-                f"{len(shown)} prompts"
-            )
-        return found
-
-    return greedy_soup(len(models), scores, level=config.level, seed=config.seed)
-
 # %% ../../nbs/hub/merging.ipynb #a919012
 def write_card(out: Path) -> None:
     """Write README.md beside a merged model: what it is made of, and how it is used."""
@@ -156,19 +112,15 @@ def write_card(out: Path) -> None:
 def merge_named(
     models: Sequence[str], out: Path, *, method: str = "linear", base: str | None = None, weights: str | None = None,
     density: str | None = None, t: str | None = None, scale: str | None = None, normalize: bool | None = None,
-    rescale: str | None = None, dtype: str = "auto", adapter: bool = False, seed: int = 0, shard_size: str = "5GB",
-    suite: str | None = None, file: str | None = None, limit: int | None = None, overwrite: bool = False,
+    rescale: str | None = None, dtype: str = "auto", seed: int = 0, shard_size: str = "5GB", overwrite: bool = False,
 ) -> tuple[Merged, Recipe]:  # fmt: skip
     """Merge models with everything as it is typed, and write a card beside the result: what `rlhf-nb merge` does.
 
     Args:
         models: directories or short names; or one file with a recipe.
         out: folder of the merged model.
-        method, base, weights, density, t, scale, normalize, rescale, dtype, seed: as in `recipe_of`; greedy chooses by
-            a suite.
-        adapter: all are LoRA adapters of one model: write one adapter.
+        method, base, weights, density, t, scale, normalize, rescale, dtype, seed: as in `recipe_of`.
         shard_size: largest file of weights, such as 5GB.
-        suite, file, limit: of greedy: the suite that chooses, its rows, and how many.
         overwrite: replace a model that is in the folder.
 
     Returns:
@@ -183,29 +135,17 @@ def merge_named(
     given: dict[str, Any] = {"base": base, "weights": weights, "density": density, "t": t, "scale": scale}
     given |= {"normalize": normalize, "rescale": rescale}
     if any(Path(m).suffix in _SUFFIXES for m in models):
-        recipe = _recipe_file(models, method, given | {"suite": suite}, dtype)
+        recipe = _recipe_file(models, method, given, dtype)
     else:
-        check_choice("--method", method, (*METHODS, "greedy"))
+        check_choice("--method", method, METHODS)
         if len(models) < 2 and method not in NEEDS_BASE:
             raise ConfigError(
                 f"{method} merges two or more models, and {len(models)} is named. With one and --base: --method warp "
                 f"--scale 0.5 goes half the way "
                 "from base to model (WiSE-FT)."
             )
-        plain = "linear" if method == "greedy" else method
-        recipe = recipe_of(models, plain, given, dtype, seed)
-    if method == "greedy":
-        if suite is None or weights is not None or adapter:
-            raise ConfigError(
-                "greedy chooses by a suite of prompts, and takes all that are chosen alike: "
-                f"{me()} merge {' '.join(models)} --method greedy --suite NAME -o {out}"
-            )
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".soups-", dir=out.parent) as folder:
-            soup = chosen_soup(models, load_suite(suite, file, limit), EvalConfig(seed=seed), Path(folder), dtype, tell)
-        tell("\n".join(soup.told([told_place(m) for m in models])), err=False)
-        recipe = recipe.replace(models=[recipe.models[i] for i in soup.members])
-    done = merge_adapters(recipe, out) if adapter else merge_models(recipe, out, shard_bytes=most)
+        recipe = recipe_of(models, method, given, dtype, seed)
+    done = merge_models(recipe, out, shard_bytes=most)
     write_card(done.folder)
     return done, recipe
 

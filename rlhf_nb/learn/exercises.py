@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from importlib import resources
 from typing import Any
@@ -16,13 +16,13 @@ from torch import Tensor
 
 from ..core import ConfigError
 from ..evaluate.intervals import mean_interval
-from .checks import EXERCISES, Exercise, CheckResult, progress
+from .checks import EXERCISES, Exercise, CheckResult, grade, progress, submit
 from .world import LessonWorld
 from ..losses.advantages import rloo_baseline
 from ..untrusted import parse_yaml
 
 # %% auto #0
-__all__ = ['lessons', 'add_exercise', 'start', 'quiz']
+__all__ = ['lessons', 'add_exercise', 'start', 'progress_told', 'course_command', 'quiz']
 
 # %% ../../nbs/learn/exercises.ipynb #3812fe7e
 @lru_cache(maxsize=1)
@@ -68,6 +68,43 @@ def start(n: int, model: str = "toy", seed: int = 0) -> LessonWorld:
     solved = sum(progress().get(name, {}).get("kind") == "right" for name in names)
     print(f"Lesson {n}: {title}{'' if title[-1] == '?' else '.'} Exercises solved: {solved} of {len(names)}.")
     return LessonWorld(model, seed)
+
+
+def progress_told() -> str:
+    """How far you are: each lesson, and what became of its exercises."""
+    kept, lines = progress(), list[str]()
+    for n, lesson in lessons().items():
+        kinds = {name: kept.get(name, {}).get("kind", "–") for name in lesson["exercises"]}
+        solved = sum(kind == "right" for kind in kinds.values())
+        found = ", ".join(f"{name} {kind}" for name, kind in kinds.items())
+        lines.append(f"{n:2} {lesson['title']}: {solved} of {len(kinds)} ({found})")
+    return "\n".join(lines)
+
+
+def course_command(words: Sequence[str]) -> str:
+    """What `rlhf-nb learn` says.
+
+    Args:
+        words: none: how far you are; `quiz N`, with your letters or without; `submit NAME`; `grade FOLDER`.
+
+    Raises:
+        ConfigError: other words.
+    """
+    verb, rest = (words[0], words[1:]) if words else ("", [])
+    if not verb:
+        return progress_told()
+    if verb == "quiz" and rest and rest[0].isdigit():
+        quiz(int(rest[0]), " ".join(rest[1:]))
+        return ""
+    if verb == "submit" and len(rest) == 1:
+        return f"{submit(rest[0])} is for your teacher."
+    if verb == "grade" and len(rest) == 1:
+        made = grade(rest[0])
+        return f"{made.read_text(encoding='utf-8')}This is in {made}."
+    raise ConfigError(
+        f"learn: {' '.join(words)!r} is none of: quiz N, quiz N LETTERS, submit NAME, grade FOLDER. Without a word it "
+        "says how far you are."
+    )
 
 
 def quiz(n: int, answers: str = "") -> None:

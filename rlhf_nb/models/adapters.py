@@ -338,7 +338,7 @@ class PolicyValue(nn.Module):
         if self.reward_head is None:
             raise ModelError(
                 f"this {self.mode} module holds no reward adapter; score with a RewardModel, or build it with "
-                "hydra(policy, reward_model)."
+                "hydra(policy, reward_model) of rlhf_nb.models.adapters."
             )
         view = RewardModel(
             split_head(self.policy)[0], self.reward_head, pooling=self.reward_pooling, adapter="reward",

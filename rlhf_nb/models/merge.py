@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +18,12 @@ from ..data.hub import sha256_of
 from .files import settings_in
 from .load import pretrained, staged
 from .recipe import Recipe, Rescale, numbers_for
-from .shards import SHARD_BYTES, Adapter, ModelTensors, copy_beside, write_config, write_shards
+from .shards import SHARD_BYTES, ModelTensors, copy_beside, write_config, write_shards
 from ..untrusted import dump_yaml
 
 # %% auto #0
 __all__ = ['ALMOST_PARALLEL', 'MERGE_RECORD', 'wide_copy', 'total_of', 'linear', 'slerp', 'trim', 'drop', 'elect', 'warp', 'Lazy',
-           'merged_tensor', 'check_fit', 'Merged', 'sha256_of_weights', 'merge_models', 'told_place', 'portable_recipe',
-           'merge_adapters']
+           'merged_tensor', 'check_fit', 'Merged', 'sha256_of_weights', 'merge_models', 'told_place', 'portable_recipe']
 
 # %% ../../nbs/models/merge.ipynb #a340007
 def wide_copy(x: Tensor) -> Tensor:
@@ -509,90 +507,3 @@ def portable_recipe(recipe: Recipe) -> dict[str, Any]:
     for part in said["models"]:
         part["model"] = told_place(part["model"])
     return {"method": recipe.method} | said | ({"base": told_place(said["base"])} if "base" in said else {})
-
-# %% ../../nbs/models/merge.ipynb #a340033
-def merge_adapters(recipe: Recipe, out: str | Path) -> Merged:
-    """Merge LoRA adapters of one model into one adapter, exactly; their ranks add up.
-
-    Args:
-        recipe: linear or task_arithmetic, of adapters' folders; a base is not needed.
-        out: the folder.
-
-    Raises:
-        ConfigError: a method whose result is no adapter.
-        ModelError: a model that is no adapter, adapters of different models, or kinds whose sum is no adapter.
-    """
-    from safetensors.torch import save_file
-
-    if recipe.method not in ("linear", "task_arithmetic"):
-        raise ConfigError(
-            f"{recipe.method} of adapters is no adapter: only sums are (linear, task_arithmetic). Leave the adapter "
-            "option out, and the whole model is written."
-        )
-    found = [ModelTensors(p.model) for p in recipe.models]
-    adapters = _addable(found)
-    target = Path(out).expanduser()
-    _check_target(target, out, found)
-    notes = check_fit(found)
-    layers = list(dict.fromkeys(layer for a in adapters for layer in a.parts))
-    summed = {layer: _sum_of_pairs(recipe, adapters, layer, _layers_of(found[0])) for layer in layers}
-    rank, weights = max(len(down) for down, _ in summed.values()), dict[str, Tensor]()
-    for layer, (down, up) in summed.items():
-        key = next(x.parts[layer] for x in adapters if layer in x.parts)
-        more = rank - len(down)
-        kind = "embedding_" if "embedding_A" in key else ""
-        weights[key[f"{kind}A"]] = torch.cat([down, down.new_zeros(more, down.shape[1])]).contiguous()
-        weights[key[f"{kind}B"]] = torch.cat([up, up.new_zeros(len(up), more)], 1).contiguous()
-    config = dict(adapters[0].config)
-    targets = [a.config.get("target_modules") for a in adapters]
-    config["target_modules"] = (
-        sorted({m for t in targets for m in t or ()}) if all(isinstance(t, list) for t in targets) else layers
-    )
-    config |= {"r": rank, "lora_alpha": rank, "use_rslora": False, "rank_pattern": {}, "alpha_pattern": {}}
-    with staged(target, "merged adapter") as folder:
-        save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-        (folder / "adapter_config.json").write_text(
-            json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8"
-        )
-        _write_beside(folder, (found[0].own,), recipe, found, [f"adapter of rank {rank}"])
-    return Merged(
-        target, len(weights), sum(w.nbytes for w in weights.values()), f"float32, an adapter of rank {rank}", notes
-    )
-
-
-def _addable(found: Sequence[ModelTensors]) -> list[Adapter]:
-    """The models' adapters, if their sum is one.
-
-    Raises:
-        ModelError: one is a whole model, belongs to another model, or has parts that can't be added.
-    """
-    adapters = [m.adapter for m in found if m.adapter is not None]
-    if len(adapters) < len(found):
-        plain = next(m for m in found if m.adapter is None)
-        raise ModelError(
-            f"{_shown(plain)} is a whole model and no adapter. Leave the adapter option out, and the whole model is "
-            "written."
-        )
-    if len({m.folder.resolve() for m in found}) > 1:
-        raise ModelError(
-            f"the adapters belong to different models, {found[0].folder} and "
-            f"{next(m.folder for m in found if m.folder != found[0].folder)}: their sum belongs to none."
-        )
-    for a in adapters:
-        if a.wholes or any("magnitude_vector" in parts for parts in a.parts.values()):
-            what = "lengths of rows (DoRA)" if not a.wholes else f"whole layers ({', '.join(sorted(a.wholes)[:2])})"
-            raise ModelError(
-                f"the adapter {str(a.folder)!r} also has {what}, which can't be added up. Leave the adapter option "
-                "out, and the whole model is written."
-            )
-    return adapters
-
-
-def _sum_of_pairs(recipe: Recipe, adapters: Sequence[Adapter], layer: str, layers: int) -> tuple[Tensor, Tensor]:
-    """Σ wᵢ·sᵢ·BᵢAᵢ of one layer as one pair: the A stand below each other, the B, times weight and scale, side by
-    side."""
-    n = numbers_for(recipe, f"{layer}.weight", layers)
-    total = total_of(n.weights) if recipe.normalizes else 1.0
-    scale = (n.scale if recipe.method == "task_arithmetic" else 1.0) / total
-    own = [(a.pair(layer), w) for a, w in zip(adapters, n.weights) if layer in a.parts]
-    return torch.cat([p[0] for p, _ in own]), torch.cat([p[1] * (p[2] * w * scale) for p, w in own], 1)

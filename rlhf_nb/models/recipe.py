@@ -5,32 +5,23 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 from pydantic import Field
 
 from ..config import PathText, StrictConfig, option
-from ..core import ConfigError, did_you_mean
+from ..core import ConfigError
 
 # %% auto #0
-__all__ = ['Coefficient', 'Rescale', 'Method', 'Setting', 'NEEDS_BASE', 'METHODS', 'TensorRule', 'MergePart', 'Recipe',
-           'depth_of', 'number_at', 'Numbers', 'numbers_for', 'is_mergekit', 'from_mergekit']
+__all__ = ['Rescale', 'Method', 'Setting', 'NEEDS_BASE', 'METHODS', 'MergePart', 'Recipe', 'depth_of', 'number_at', 'Numbers',
+           'numbers_for']
 
 # %% ../../nbs/models/recipe.ipynb #a338007
-Coefficient = float | list[float]
 Rescale = Literal["density", "l1", "none"]
 Method = Literal["linear", "slerp", "task_arithmetic", "ties", "dare_linear", "dare_ties", "warp"]
 
 
-class TensorRule(StrictConfig):
-    """A number for tensors whose name holds a word."""
-
-    filter: str | None = option(None, "a part of the tensor's name; null: all others")
-    value: Coefficient = option(1.0, "a number, or a list over the layers")
-
-
-Setting = float | list[float] | list[TensorRule]
+Setting = float | list[float]
 
 
 class MergePart(StrictConfig):
@@ -116,8 +107,7 @@ def _numbers(setting: Setting | None) -> list[float]:
     """All numbers of a setting."""
     if setting is None:
         return []
-    parts = setting if isinstance(setting, list) else [setting]
-    return [v for p in parts for v in (_numbers(p.value) if isinstance(p, TensorRule) else [p])]
+    return setting if isinstance(setting, list) else [setting]
 
 
 def _check_numbers(what: str, setting: Setting | None, low: float, high: float) -> None:
@@ -146,23 +136,14 @@ def depth_of(name: str, layers: int) -> float:
     return int(found[1]) / (layers - 1) if layers > 1 else 1.0
 
 
-def number_at(setting: Setting, name: str, depth: float) -> float | None:
-    """The number that a setting gives a tensor; None: none of its filters fits.
+def number_at(setting: Setting, depth: float) -> float:
+    """The number that a setting gives a tensor.
 
     Args:
-        setting: a number, a list over the layers, or numbers with filters.
-        name: of the tensor.
-        depth: of it, in [0, 1].
+        setting: a number, or a list over the layers.
+        depth: of the tensor, in [0, 1].
     """
-    if not isinstance(setting, list):
-        return float(setting)
-    if isinstance(setting[0], TensorRule):
-        for part in setting:
-            assert isinstance(part, TensorRule)
-            if part.filter in (None, "*") or str(part.filter) in name:
-                return number_at(part.value, name, depth)
-        return None
-    values = [float(v) for v in setting]  # type: ignore[arg-type]
+    values = _numbers(setting)
     at = depth * (len(values) - 1)
     i = min(int(at), len(values) - 1)
     return values[i] + (at - i) * (values[min(i + 1, len(values) - 1)] - values[i])
@@ -184,172 +165,8 @@ def numbers_for(recipe: Recipe, name: str, layers: int) -> Numbers:
         recipe: with settings that may differ from tensor to tensor.
         name: of the tensor.
         layers: that the model has.
-
-    Raises:
-        ConfigError: no filter fits the tensor.
     """
     depth = depth_of(name, layers)
-
-    def first(key: str, *settings: Setting | None) -> float:
-        for setting in settings:
-            found = None if setting is None else number_at(setting, name, depth)
-            if found is not None:
-                return found
-        raise ConfigError(f"{key}: no filter fits {name}. End the list with a value without filter, for all others.")
-
-    return Numbers(
-        [first("weight", p.weight, recipe.weight) for p in recipe.models], [first("density", p.density,
-            recipe.density) for p in recipe.models],
-        first("t", recipe.t), first("scale", recipe.scale),
-    )  # fmt: skip
-
-# %% ../../nbs/models/recipe.ipynb #a338010
-_KIT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", None: "auto"}
-_KIT_NUMBERS = {"weight": "weight", "density": "density", "t": "t", "lambda": "scale"}
-_KIT_TAKES: dict[str, tuple[str, ...]] = {
-    "linear": ("weight", "normalize"), "slerp": ("t",),
-    "task_arithmetic": ("weight", "lambda", "normalize"),
-    "ties": ("weight", "density", "lambda", "normalize", "rescale"),
-    "dare_linear": ("weight", "density", "lambda", "normalize", "rescale"),
-    "dare_ties": ("weight", "density", "lambda", "normalize", "rescale"),
-}  # fmt: skip
-
-
-def is_mergekit(data: Mapping[str, Any]) -> bool:
-    """Whether a file's settings are mergekit's."""
-    return "merge_method" in data
-
-
-def _kit_setting(where: str, value: Any) -> Any:
-    """A setting of mergekit's as one of ours."""
-    if isinstance(value, Mapping):
-        value = [value]
-    if isinstance(value, list) and value and all(isinstance(v, Mapping) for v in value):
-        return [{"filter": v.get("filter"), "value": _kit_setting(where, v.get("value"))} for v in value]
-    values = value if isinstance(value, list) else [value]
-    if not values or any(isinstance(v, bool) for v in values):
-        raise ConfigError(f"{where} is {value!r}: a number is needed, or a list of numbers.")
-    try:  # YAML takes 1e-1 for a text
-        numbers = [float(v) for v in values]
-    except (TypeError, ValueError):
-        raise ConfigError(f"{where} is {value!r}: a number is needed, or a list of numbers.") from None
-    return numbers if isinstance(value, list) else numbers[0]
-
-
-_KIT_KNOWN = ("merge_method", "models", "base_model", "parameters", "dtype", "out_dtype", "tokenizer_source")
-_KIT_UNLIKE = {
-    "slices": "layers from different models make another model, which was never trained",
-    "modules": "models of several parts aren't merged here",
-}
-
-# %% ../../nbs/models/recipe.ipynb #e12db83c
-def from_mergekit(data: Mapping[str, Any]) -> Recipe:
-    """A recipe from mergekit's settings.
-
-    Args:
-        data: what its YAML holds.
-
-    Raises:
-        ConfigError: something in it means nothing here, or something else.
-    """
-    entries = _kit_entries(data)
-    kit, common = str(data.get("merge_method")), dict(data.get("parameters") or {})
-    if kit == "passthrough" and len(entries) == 1 and not common and not entries[0].get("parameters"):
-        return Recipe(models=[MergePart(model=entries[0]["model"])], dtype=_kit_dtype(data))
-    if kit not in _KIT_TAKES:
-        hint = did_you_mean(kit, _KIT_TAKES, f"The same here are: {', '.join(_KIT_TAKES)}.")
-        raise ConfigError(f"merge_method={kit!r} isn't done here, or not in the same way. {hint}")
-    takes = _KIT_TAKES[kit]
-    settings = _kit_parameters("parameters", kit, common, takes)
-    own = [k for k in takes if k in ("weight", "density")]
-    parts = [
-        {"model": e["model"]} | _kit_parameters(f"models[{i}].parameters", kit, e.get("parameters") or {}, own)
-        for i, e in enumerate(entries)
-    ]
-    parts, base = _kit_base(kit, parts, data.get("base_model"))
-    lacking = [p["model"] for p in parts if "weight" not in p]
-    if "weight" in takes and "weight" not in settings and lacking:
-        raise ConfigError(
-            f"models: {lacking[0]} has no weight, and mergekit asks for one. Write parameters: {{weight: 1.0}} there, "
-            "or below parameters for all."
-        )
-    if "rescale" in takes:
-        settings["rescale"] = "l1" if settings.get("rescale", kit.startswith("dare")) else "none"
-    said = {"method": kit, "models": parts, "base": base, "dtype": _kit_dtype(data), **settings}
-    return Recipe.model_validate(said).checked()
-
-# %% ../../nbs/models/recipe.ipynb #1215ecc2
-def _kit_entries(data: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """mergekit's list of models, in settings that all mean something here."""
-    for key in data:
-        if key in _KIT_UNLIKE:
-            raise ConfigError(f"{key}: {_KIT_UNLIKE[key]}. Name whole models under models.")
-        if key not in _KIT_KNOWN:
-            hint = did_you_mean(key, _KIT_KNOWN, f"Understood are: {', '.join(_KIT_KNOWN)}.")
-            raise ConfigError(f"{key}: this setting of mergekit has no meaning here. {hint}")
-    if data.get("tokenizer_source") not in (None, "base"):
-        raise ConfigError(
-            f"tokenizer_source={data['tokenizer_source']!r}: models are merged only where their tokenizers are the "
-            "same. Leave it out."
-        )
-    entries = data.get("models")
-    if (
-        not isinstance(entries, list)
-        or not entries
-        or not all(isinstance(m, Mapping) and isinstance(m.get("model"), str) for m in entries)
-    ):
-        raise ConfigError("models is a list of entries like {model: FOLDER, parameters: {weight: 0.5}}.")
-    for i, entry in enumerate(entries):
-        strange = [k for k in entry if k not in ("model", "parameters")]
-        if strange:
-            raise ConfigError(f"models[{i}].{strange[0]}: this setting of mergekit has no meaning here.")
-    return entries
-
-
-def _kit_parameters(where: str, kit: str, parameters: Mapping[str, Any], only: Iterable[str]) -> dict[str, Any]:
-    """A method's parameters of mergekit's as our settings."""
-    out: dict[str, Any] = {}
-    for key, value in parameters.items():
-        if key == "int8_mask":  # saves memory in mergekit, and changes nothing
-            continue
-        if key not in only:
-            hint = did_you_mean(key, only, f"It takes: {', '.join(only) or 'none'}.")
-            raise ConfigError(f"{where}: {kit} has no parameter {key!r}. {hint}")
-        if key in _KIT_NUMBERS:
-            out[_KIT_NUMBERS[key]] = _kit_setting(f"{where}.{key}", value)
-        elif not isinstance(value, bool):
-            raise ConfigError(f"{where}.{key} is {value!r}: true or false is needed.")
-        else:
-            out[key] = value
-    return out
-
-
-def _kit_base(kit: str, parts: list[dict[str, Any]], base: str | None) -> tuple[list[dict[str, Any]], str | None]:
-    """What mergekit's base_model is here: the first model of slerp, one of linear's, or what is subtracted; the models
-    and our base."""
-    names = [p["model"] for p in parts]
-    if kit == "slerp":
-        if base is None or (base in names and len(names) != 2) or (base not in names and len(names) != 1):
-            raise ConfigError(
-                f"slerp needs base_model, where the walk begins, and one other model; there are base_model={base!r} "
-                f"and {', '.join(names)}."
-            )
-        return [{"model": base}, *(p for p in parts if p["model"] != base)], None
-    if kit == "linear":
-        if base is not None and base not in names:
-            raise ConfigError("base_model: linear has no base. Leave it out, or put it among the models.")
-        return parts, None
-    if base is None:
-        raise ConfigError(
-            f"base_model: {kit} works on what each model learnt, its difference to the model they all come from. Name "
-            "that one."
-        )
-    return [p for p in parts if p["model"] != base], base
-
-
-def _kit_dtype(data: Mapping[str, Any]) -> Any:
-    """The number format that mergekit would write."""
-    said = data.get("out_dtype") or data.get("dtype")
-    if said not in _KIT_DTYPES:
-        raise ConfigError(f"dtype={said!r}: known are {', '.join(str(k) for k in _KIT_DTYPES if k)}.")
-    return _KIT_DTYPES[said]
+    weights = [number_at(recipe.weight if p.weight is None else p.weight, depth) for p in recipe.models]
+    densities = [number_at(recipe.density if p.density is None else p.density, depth) for p in recipe.models]
+    return Numbers(weights, densities, number_at(recipe.t, depth), number_at(recipe.scale, depth))

@@ -11,7 +11,7 @@ import statistics
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -20,10 +20,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from ..scale.cost import estimate
+from ..scale.predict import named_gpu, plan_report
 from .stages import PipelineConfig, RLHFPipeline, make_base
 from ..console import tell
 from ..config import DataConfig, ModelConfig, TrainConfig
-from ..core import DataError, Precision, RlhfError, decide_precision, printable, probe_gpu, read_interval
+from ..core import ConfigError, DataError, Precision, RlhfError, decide_precision, printable, probe_gpu
+from ..core import read_interval
 from ..data.formats import DataWarning, prompt_text
 from ..data.templates import as_chat, speaks_chat
 from rlhf_nb.data.sources import (
@@ -36,6 +38,7 @@ from rlhf_nb.models.load import (
 from ..fast.support import fast_families
 from ..scoring.scores import completion_logps
 from ..types import Completions
+from ..models.places import resolve
 from ..run.lock import STALE, holder_of
 from ..run.log import RunDir, read_metrics
 from ..scale.topology import Budget, Split, job_of, predict_memory, decoder_shape
@@ -51,9 +54,9 @@ from ..models.policy import dropout_left_out
 # %% auto #0
 __all__ = ['Severity', 'LEVELS', 'BEARABLE', 'Finding', 'findings_table', 'check_special_tokens', 'plain_rows', 'check_data',
            'check_model', 'check_sampling', 'check_precision', 'check_threads', 'check_speed', 'estimate_memory',
-           'free_bytes', 'check_memory', 'check_cost', 'for_this_machine', 'completed', 'cost_here', 'usual_lengths',
-           'check_saving', 'check_loading', 'check_prices', 'check_judgements', 'distance', 'check_distance',
-           'StageStart', 'load_start', 'some_rows', 'examine', 'check_run_folder', 'doctor']
+           'free_bytes', 'check_memory', 'check_cost', 'for_this_machine', 'completed', 'cost_here', 'plan_for',
+           'usual_lengths', 'check_saving', 'check_loading', 'check_prices', 'check_judgements', 'distance',
+           'check_distance', 'StageStart', 'load_start', 'some_rows', 'examine', 'check_run_folder', 'doctor']
 
 # %% ../../nbs/pipeline/doctor.ipynb #3a0aab75
 Severity = Literal["error", "warning", "note", "ok"]
@@ -93,7 +96,7 @@ def check_special_tokens(tokenizer: Any, dialogues: bool = False) -> list[Findin
     out = [_check_pad(tokenizer)]
     if dialogues and not tokenizer.chat_template:
         why = "the data are messages, and without a template nobody can say how a turn is written"
-        fix = "give model.chat_template=FILE"
+        fix = "give model.chat_template=chatml"
         out.append(Finding("error", "the tokenizer has no chat template", why, fix))
     elif dialogues:
         out.append(Finding("ok", "the tokenizer has a chat template", "messages are written as the model expects them"))
@@ -471,6 +474,40 @@ def cost_here(config: Any) -> list[str]:
     return said + [
         line for f in found for line in (f"On this machine ({precision.device}): {f.what}.", *f.fix.splitlines())
     ]
+
+
+def plan_for(
+    config: Any, gpus: Sequence[int], on: str | None, memory: float | None, host: float | None, settings: str,
+    price: float | None = None, hours: float | None = None,
+) -> str:  # fmt: skip
+    """What fits on GPUs and how long a step takes there (`scale.predict.plan_report`), for the model of a config.
+
+    Args:
+        config: of a training run.
+        gpus: how many.
+        on: kind of GPU; None: only what fits.
+        memory: GiB of each; None: the kind's, or 80.
+        host: as in `scale.plan.plan`.
+        settings: of the commands.
+        price: of a GPU's hour.
+        hours: that a run lasts.
+
+    Raises:
+        ConfigError: a price or hours without a kind of GPU, or no such kind.
+        ModelError: there is no such model.
+    """
+    from transformers import AutoConfig
+
+    if on is None and (price is not None or hours is not None):
+        raise ConfigError("--price and --hours need seconds of a step, and these the kind of GPU: add --on h100, say.")
+    half = torch.bfloat16
+    job = job_of(config, Precision(torch.device("cuda"), half, torch.float32, half, False, "a GPU with bf16"))
+    world = model_world(named(config.model))
+    place = resolve(named(config.model), config.model.revision) if world is None else ""
+    model = world.model().config if world and world.model else place
+    shape = decoder_shape(pretrained(AutoConfig, place) if place.endswith(".gguf") else model)
+    inner = getattr(config, "num_inner_epochs", 1)
+    return plan_report(shape, job, gpus, named_gpu(on) if on else None, memory, host, settings, price, hours, inner)
 
 
 def usual_lengths(rows: list[Row], tokenizer: Any, config: Any) -> tuple[int, int]:

@@ -274,7 +274,7 @@ def make_base(config: BaseConfig, data: DataConfig, seed: int = 0) -> tuple[Any,
 
 # %% ../../nbs/pipeline/stages.ipynb #f81166ac
 def train_on_labels(config: RLAIFConfig) -> PipelineConfig:
-    """The pipeline of `rlhf-nb rlaif then=...`: labels, then DPO, or a reward model and PPO,
+    """The pipeline of `rlhf-nb rlaif` where `then` is set: labels, then DPO, or a reward model and PPO,
     on the model that answered.
 
     Args:

@@ -426,6 +426,8 @@ class _Sweep:
             part = "" if share >= 1 else f" to {share:.1%} of its steps"
             if problem:
                 self.failures[name_of(candidate)] = f"seed {seed}: {problem}"
+            elif count == 1 and self.metric:
+                self.choose_metric()  # a wrong name costs one run, not all
             self.say(
                 f"[{count}/{len(jobs)}] {name_of(candidate)}, seed {seed}{part}: "
                 f"{f'failed. {problem}' if problem else 'done.'}"

@@ -106,10 +106,6 @@ def asked_strategy(environment: Mapping[str, str] = os.environ) -> str:
             "ACCELERATE_USE_CPU=true switches DeepSpeed off without a word, and each rank would train alone: unset it "
             "(use_cpu: false)."
         )
-    if environment.get("RLHF_NB_COMPRESS") and name not in ("ddp", "single"):
-        raise ConfigError(
-            f"RLHF_NB_COMPRESS acts on DDP's exchange of gradients only, not on {name}'s: unset it, or use ddp."
-        )
     return name
 
 

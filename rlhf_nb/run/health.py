@@ -15,7 +15,7 @@ from rich.console import Console
 from ..core import printable
 from .callbacks import Callback, Flags, RunView
 from .overopt import _LEAST, Floats, GoldFit, fit_gold
-from ..sequential import ALPHA, Fall, fall
+from ..sequential import ALPHA, LEAST, Fall, fall
 
 Known = Mapping[str, tuple[Floats, Floats]]  # metric -> steps, values
 
@@ -270,6 +270,58 @@ def _stall(known: Known, config: Mapping[str, Any]) -> Concern:
     advice = ": it waits for data or for the disk. Save less often, or read faster" if share > 0.3 else ""
     return "watch" if share > 0.3 else "ok", f"{share:.0%} of the time{advice}"
 
+# %% ../../nbs/run/health.ipynb #0f17a202
+def _learning(known: Known, config: Mapping[str, Any]) -> Concern:
+    """Does the loss on given rows fall, and stay down?"""
+    _, at, loss = _first(known, "loss", least=LEAST)
+    if not len(loss) or _first(known, "reward", "objective/scores")[0]:
+        return None
+    begin, found = float(loss[:5].mean()), fall(-loss)
+    if found is None or not found.clear or found.high - found.now < 0.05 * abs(found.high):
+        return "ok", f"loss {begin:.3g} at first, {recent(loss):.3g} now"
+    now, span = max(-found.now, recent(loss)), f"steps {at[found.begin]:,.0f} to {at[found.end - 1]:,.0f}"
+    text, advice = (
+        f"the loss rose from {-found.high:.3g} ({span}) to {now:.3g}",
+        "lower optimizer.lr, or warm up longer",
+    )
+    if now <= begin:
+        return "watch", f"{text}: {advice}"
+    return "bad", f"{text}, above its beginning ({begin:.3g}): {advice}"
+
+
+def _held_out(known: Known, config: Mapping[str, Any]) -> Concern:
+    """Are rows that are kept back predicted worse than before?"""
+    _, at, kept = _first(known, "eval/loss", least=4)
+    if not len(kept):
+        return None
+    best = int(kept.argmin())
+    if len(kept) - best <= 3 or kept[best + 1 :].min() < kept[best] + 0.01 * abs(kept[best]):
+        return "ok", f"eval/loss {kept[-1]:.3g}, at best {kept[best]:.3g}"
+    back = _way_back(config.get("checkpoints"), lambda step: -abs(step - at[best]))
+    text = f"eval/loss was lowest at step {at[best]:,.0f} ({kept[best]:.3g}) and is {kept[-1]:.3g}"
+    return "watch", f"{text}: rows are learnt by heart. Train on fewer epochs{back}"
+
+
+def _chosen(known: Known, config: Mapping[str, Any]) -> Concern:
+    """Do chosen answers become less likely as well?"""
+    if any(k not in known for k in ("rewards/chosen", "rewards/margins", "logps/chosen")):
+        return None
+    chosen, margin = (recent(known[k][1]) for k in ("rewards/chosen", "rewards/margins"))
+    text = f"rewards of chosen answers {chosen:.3g}, margins {margin:.3g}"
+    if chosen > -1 or chosen > -1.5 * margin or len(known["rewards/chosen"][0]) < 10:
+        return "ok", text
+    advice = "read samples; lower lr, raise beta, or add nll_coef (SFT on the chosen answers)"
+    return "watch", f"{text}: both answers become less likely, and others more so: {advice}"
+
+
+def _stale(known: Known, config: Mapping[str, Any]) -> Concern:
+    """Do answers that were drawn ahead still teach?"""
+    if not len(_first(known, "rollout/effective_share")[1]):
+        return None
+    share, lag = recent(known["rollout/effective_share"][1]), recent(known.get("rollout/lag", ((), np.empty(0)))[1])
+    text = f"{share:.0%} of the tokens' weights count, at a lag of {lag:.0f}"
+    return ("ok", text) if share > 0.5 else ("watch" if share > 0.2 else "bad", f"{text}: lower rollouts.lag or lr")
+
 # %% ../../nbs/run/health.ipynb #07bfee79
 CHECKS: dict[str, Callable[[Known, Mapping[str, Any]], Concern]] = {
     "reward": _gold, "KL": _kl, "KL left": _left, "estimators": _estimators, "entropy": _entropy, "value": _value,
@@ -280,13 +332,15 @@ CHECKS: dict[str, Callable[[Known, Mapping[str, Any]], Concern]] = {
         "raise max_new_tokens, or punish the missing end"),
     "clipping": _above("policy/clipfrac_avg", 0.25, 0.5, "of the tokens' ratios were clipped",
         "steps are too large: lower lr, or fewer inner epochs"),
-    "numbers": _skipped, "stalls": _stall,
+    "learning": _learning, "held out": _held_out, "chosen": _chosen, "stale answers": _stale, "numbers": _skipped,
+    "stalls": _stall,
 }  # fmt: skip
 _NEEDED = (
     "objective/scores", "reward", "eval/reward", "eval/gold", "eval/gold_stderr", "rewards/gold", "gold",
     "objective/kl", "objective/kl_k3", "objective/kl_stderr", "objective/kl_k3_stderr", "policy/entropy_avg",
     "objective/entropy", "completions/mean_length", "val/explained_variance", "loss", "grad_norm", "skipped",
     "perf/stall_s", "perf/step_s", "frac_reward_zero_std", "completions/clipped_ratio", "policy/clipfrac_avg",
+    "eval/loss", "rewards/chosen", "rewards/margins", "logps/chosen", "rollout/effective_share", "rollout/lag",
 )  # fmt: skip
 
 

@@ -23,9 +23,9 @@ from ..core import CheckpointError, ConfigError, ModelError, RunError
 from ..scoring.head import gradients_in_place
 
 # %% auto #0
-__all__ = ['Rates', 'COMPRESSIONS', 'lr_factor', 'build_optimizer', 'Together', 'global_norm', 'nonfinite_parameter',
-           'trained_tensors', 'check_names', 'load_tensors', 'frozen_fingerprint', 'part_at_exit', 'Shard', 'Strategy',
-           'like_parameter', 'clip_by', 'states_by_name', 'compress', 'connect_plain']
+__all__ = ['Rates', 'lr_factor', 'build_optimizer', 'Together', 'global_norm', 'nonfinite_parameter', 'trained_tensors',
+           'check_names', 'load_tensors', 'frozen_fingerprint', 'part_at_exit', 'Shard', 'Strategy', 'like_parameter',
+           'clip_by', 'states_by_name', 'connect_plain']
 
 # %% ../../nbs/run/strategy.ipynb #b2644e4b
 def lr_factor(
@@ -341,15 +341,7 @@ class Strategy:
         """What forward must go through."""
         if self.accelerator is None:
             return self.module
-        kind = os.environ.get("RLHF_NB_COMPRESS", "")
-        if (
-            kind == "powersgd" and self.device.type == "cpu"
-        ):  # over gloo two buckets' steps would get into each other's way
-            from accelerate.utils import DistributedDataParallelKwargs
-
-            self.accelerator.ddp_handler = DistributedDataParallelKwargs(bucket_cap_mb=1 << 20)
         wrapped: nn.Module = self.accelerator.prepare_model(self.module)
-        compress(wrapped, kind)
         return wrapped
 
     def accumulate(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[Any]:
@@ -468,46 +460,6 @@ def states_by_name(averages: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor
         name, _, state = key.rpartition("/")
         out.setdefault(name, {})[state] = value
     return out
-
-# %% ../../nbs/run/strategy.ipynb #a3986a12
-COMPRESSIONS = ("", "bf16", "powersgd")
-
-
-def compress(ddp: nn.Module, kind: str, rank: int = 4, warm_up: int = 10) -> None:
-    """Make the exchanged gradients of a DDP module smaller; `RLHF_NB_COMPRESS` says which way.
-
-    A resumed run warms PowerSGD up again: what it had left out is in no checkpoint.
-
-    Args:
-        ddp: the wrapper.
-        kind: "" (as they are), "bf16" or "powersgd".
-        rank: of PowerSGD's approximation.
-        warm_up: steps of exact exchange before it, at least 2.
-
-    Raises:
-        ConfigError: another kind.
-
-    Source: PowerSGD, Vogels et al., arXiv 1905.13727.
-    """
-    if kind not in COMPRESSIONS:
-        raise ConfigError(f"gradient compression {kind!r} doesn't exist: use 'bf16' or 'powersgd', or leave it out")
-    if not kind:
-        return
-    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-
-    wrapper: Any = ddp
-    if kind == "bf16":
-        wrapper.register_comm_hook(None, lambda _, bucket: _exchange_bf16(bucket))
-    else:
-        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=max(2, warm_up))
-        wrapper.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-
-
-def _exchange_bf16(bucket: Any) -> Any:
-    """A bucket's mean over ranks, rounded on the way (PyTorch's own hook refuses CPUs)."""
-    small = bucket.buffer().to(torch.bfloat16).div_(torch.distributed.get_world_size())
-    sent: Any = torch.distributed.all_reduce(small, async_op=True)
-    return sent.get_future().then(lambda done: bucket.buffer().copy_(done.value()[0]))
 
 # %% ../../nbs/run/strategy.ipynb #0e38dd3c
 def connect_plain(device: torch.device) -> Any:

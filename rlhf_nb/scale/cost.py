@@ -26,8 +26,8 @@ from ..train.registry import of
 from ..types import Completions, PromptBatch
 
 # %% auto #0
-__all__ = ['VOCABULARY', 'PROBE', 'KEPT', 'LAYER', 'SAVES', 'Speed', 'measure_costs', 'cores', 'Cost', 'step_cost',
-           'CostEstimate', 'estimate']
+__all__ = ['VOCABULARY', 'PROBE', 'KEPT', 'LAYER', 'SAVES', 'Speed', 'measure_costs', 'cores', 'Cost', 'step_seconds',
+           'step_cost', 'CostEstimate', 'estimate']
 
 # %% ../../nbs/scale/cost.ipynb #156544a2
 class Speed(NamedTuple):
@@ -219,14 +219,15 @@ class Cost(NamedTuple):
 KEPT = 1.0  # of a forward's activations, what the C library keeps on top
 
 
-def step_cost(shape: DecoderShape, job: Job, limits: Job, speed: Speed, inner: int = 1, again: bool = False) -> Cost:
-    """Seconds and bytes of a step.
+def step_seconds(
+    shape: DecoderShape, job: Job, speed: Speed, inner: int = 1, again: bool = False
+) -> tuple[float, float, float]:
+    """Seconds of a step on one device: of drawing answers, of scoring them, of the update.
 
     Args:
         shape: of the model.
         job: with the lengths that rows really have.
-        limits: the same job with the lengths that they may have, for the memory.
-        speed: of this machine, for this kind of training.
+        speed: of the device, for this kind of training.
         inner: passes over each rollout.
         again: answers are scored once more after they were drawn, as in half precision.
     """
@@ -254,9 +255,23 @@ def step_cost(shape: DecoderShape, job: Job, limits: Job, speed: Speed, inner: i
     )
     trained = (shape.lora(job.lora) if job.lora else shape.total) * max(1, job.decoders)
     update += inner * answers / job.sides / job.mini_batch * trained * speed.adam
+    return generate, score, update
+
+
+def step_cost(shape: DecoderShape, job: Job, limits: Job, speed: Speed, inner: int = 1, again: bool = False) -> Cost:
+    """Seconds and bytes of a step; the parameters are those of `step_seconds`, and:
+
+    Args:
+        shape: of the model.
+        job: with the lengths that rows really have.
+        limits: the same job with the lengths that they may have, for the memory.
+        speed: of this machine, for this kind of training.
+        inner: passes over each rollout.
+        again: as in `step_seconds`.
+    """
     need = predict_memory(shape, limits, Split(overhead=0.45e9))
     kept = KEPT * need.by_role()["activations"] if job.device == "cpu" and need.fullest == "backward" else 0.0
-    return Cost(generate, score, update, need.peak + kept)
+    return Cost(*step_seconds(shape, job, speed, inner, again), need.peak + kept)
 
 # %% ../../nbs/scale/cost.ipynb #b8d2c096
 _LARGE = 64_000_000  # parameters; a step of a smaller model takes no time worth a word

@@ -22,7 +22,7 @@ from rlhf_nb.scale.topology import (
 )
 
 # %% auto #0
-__all__ = ['USABLE', 'MACHINE', 'ASSUMPTIONS', 'Plan', 'plan', 'smallest_group', 'sent_per_step', 'plan_table']
+__all__ = ['USABLE', 'MACHINE', 'ASSUMPTIONS', 'Plan', 'plan', 'smallest_group', 'sent_per_step', 'plans', 'plan_table']
 
 # %% ../../nbs/scale/plan.ipynb #a587bfae
 USABLE = 0.9
@@ -233,6 +233,28 @@ def sent_per_step(model: Any, found: Plan) -> float:
     return (2 * forwards * whole + trained * job.format.grad) * share
 
 # %% ../../nbs/scale/plan.ipynb #5fad65e3
+def plans(
+    model: Any, job: Job, gpus: Sequence[int], memory: float = 80.0, host: float | None = None
+) -> dict[int, Plan | None]:
+    """A plan for each number of GPUs; None where nothing fits.
+
+    Args:
+        model: a Shape, a transformers config, a directory or a hub name.
+        job: method and batch; batches smaller than the number of GPUs are raised to it.
+        gpus: how many.
+        memory: GiB of each.
+        host: as in `plan`.
+    """
+    shape, made = decoder_shape(model), dict[int, Plan | None]()
+    for n in gpus:
+        _check_machine(n, memory)
+        mini = math.ceil(job.mini_batch / n) * n
+        collected = math.ceil((job.rollout_batch or mini) / mini) * mini
+        wide = dataclasses.replace(job, mini_batch=mini, rollout_batch=collected)
+        made[n] = _first_fit(shape, wide, n, memory, host)
+    return made
+
+
 def plan_table(
     model: Any, job: Job, gpus: Sequence[int] = (1, 8, 512, 10_000), memory: float = 80.0, host: float | None = None,
     settings: str = "...",
@@ -241,7 +263,7 @@ def plan_table(
 
     Args:
         model: a Shape, a transformers config, a directory or a hub name.
-        job: method and batch; batches smaller than the number of GPUs are raised to it.
+        job: as in `plans`.
         gpus: how many.
         memory: GiB of each.
         host: as in `plan`.
@@ -256,12 +278,7 @@ def plan_table(
         "step, GiB | one copy on |",
         "|---:|---|---|---|---:|---:|---|---:|---:|",
     ]  # fmt: skip
-    for n in gpus:
-        _check_machine(n, memory)
-        mini = math.ceil(job.mini_batch / n) * n
-        collected = math.ceil((job.rollout_batch or mini) / mini) * mini
-        wide = dataclasses.replace(job, mini_batch=mini, rollout_batch=collected)
-        found = _first_fit(shape, wide, n, memory, host)
+    for n, found in plans(shape, job, gpus, memory, host).items():
         if found is None:
             lines.append(f"| {n:,} | doesn't fit | | | | | | | |")
             continue
@@ -270,7 +287,8 @@ def plan_table(
         most = max(roles, key=lambda r: roles[r])
         lines.append(
             f"| {n:,} | {s.stage}{'' if s.gather else ', layer by layer'} | {s.offload.replace('none', '')} | "
-            f"{'yes' if found.job.recompute else ''} | {found.tokens:,} | {mini:,} | {found.budget.peak / 2**30:.1f} "
-            f"({most}) | {sent_per_step(shape, found) / 2**30:.1f} | {smallest_group(shape, found):,} |"
+            f"{'yes' if found.job.recompute else ''} | {found.tokens:,} | {found.job.mini_batch:,} | "
+            f"{found.budget.peak / 2**30:.1f} ({most}) | {sent_per_step(shape, found) / 2**30:.1f} | "
+            f"{smallest_group(shape, found):,} |"
         )
     return "\n".join([*lines, *(["", *commands] if commands else []), "", "Assumed: " + "; ".join(ASSUMPTIONS) + "."])

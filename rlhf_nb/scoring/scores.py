@@ -82,7 +82,8 @@ def hidden_states(
     h: Tensor | None = getattr(out, read, None)
     if h is None:
         raise ModelError(
-            f"{type(net).__name__} returns no {read}: give the decoder, split_head(model)[0], not the whole model."
+            f"{type(net).__name__} returns no {read}: give the decoder, split_head(model)[0] of rlhf_nb.scoring.head, "
+            "not the whole model."
         )
     h = h.reshape(-1, h.shape[-1])
     return h if wanted is None else h.index_select(0, wanted)

@@ -383,13 +383,12 @@ def load_models(
 
 # %% ../../nbs/train/entries.ipynb #a283731e
 def named_files(config: StrictConfig) -> list[str]:
-    """Files that a config's entries name, and the record of its replay: every machine of a job must see them.
+    """Files that a config's entries name: every machine of a job must see them.
 
     Args:
         config: of any method.
     """
-    replay = getattr(config, "replay", None)
-    found: list[str] = [] if replay is None else [replay]
+    found = list[str]()
     for name in type(config).model_fields:
         value = getattr(config, name)
         entries = (

@@ -155,6 +155,6 @@ def of(config: StrictConfig | type[StrictConfig]) -> MethodInfo:
             if method.config is parent:
                 return method
     raise ConfigError(
-        f"{kind.__name__} belongs to no method that is registered: put @register(name, {kind.__name__}, rows=...) "
-        "above its trainer."
+        f"{kind.__name__} belongs to no method that is registered: put @register(name, {kind.__name__}, rows=...) of "
+        "rlhf_nb.train.registry above its trainer."
     )

@@ -15,12 +15,9 @@ from ..config import StrictConfig, TrainConfig
 from ..console import me, tell
 from ..core import RunError
 from ..data.worlds import gold_of
-from ..run.checkpoint import checkpoints_in
 from ..run.lock import RunLock
-from ..run.log import RunDir
 from .online import OnlineConfig
 from .registry import get, of
-from .replay import replay
 from .rlaif import RLAIFConfig
 from ..files import read_regular, write_whole
 from ..untrusted import MAX_LINE, json_value
@@ -74,7 +71,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
 # %% ../../nbs/train/stage.ipynb #f7983a4c
 _FREE = {  # may change between two sessions of a run
     "output_dir", "console", "log_every", "trackers", "keep_checkpoints", "keep_best", "async_save", "save_every",
-    "chunk", "recompute", "reward_timeout", "replay",
+    "chunk", "recompute", "reward_timeout",
 }  # fmt: skip
 
 
@@ -114,23 +111,11 @@ def run_stage(
         return _run_locked(config, resume, overwrite, remember or config)
 
 
-def _say_replayed(config: JobConfig, found: dict[str, Any]) -> None:
-    """One line about a comparison that went well."""
-    if config.console and int(os.environ.get("RANK", "0")) == 0:
-        n, same = found["answers"], found["same_answers"]
-        drawn = f"{same} of {n} answers token for token" if n else "on another device answers aren't compared"
-        steps, worst = f"replay: {found['steps']} steps as in the notebook", f"{found['worst']:.2g} at most"
-        print(f"{steps} ({drawn}; rewards differ by {worst})", flush=True)
-
-
 def _run_locked(config: JobConfig, resume: bool, overwrite: bool, remember: StrictConfig) -> StageResult:
     """A stage whose folder this process alone has."""
     method, folder, begin = of(config), Path(config.output_dir), time.perf_counter()
     if overwrite and not resume:
         (folder / "stage.json").unlink(missing_ok=True)
-    begun = resume and checkpoints_in(RunDir(folder).checkpoints)
-    if isinstance(config, OnlineConfig) and config.replay is not None and not begun:
-        _say_replayed(config, replay(config))
     trainer = make_trainer(config)
     if method.leaves == "pairs":
         found, made, stopped = trainer.run(resume, overwrite), trainer.path, None
@@ -158,7 +143,7 @@ def unrewarded(kind: str, config: Any) -> bool:
     asks = kind != "run" and get(kind).online and config.has("reward")
     if asks and config.has("episodes") and config.episodes.environment is not None:
         return False  # it pays
-    return asks and config.reward is None and not config.rewards and getattr(config, "replay", None) is None
+    return asks and config.reward is None and not config.rewards
 
 
 def unsaid_of(command: str, kind: str, config: Any) -> list[str]:

@@ -118,6 +118,7 @@ class Panel:
     xlabel: str = ""
     limits: tuple[float, float] | None = None  # of the vertical axis; None: round numbers around the curves
     reading: bool = True  # the legend tells each curve's last value
+    names: tuple[str, ...] = ()  # of the places 0, 1, 2, ... of the horizontal axis, instead of numbers
 
 # %% ../../nbs/widgets/charts.ipynb #209d2165
 def nice_step(span: float, parts: int = 4) -> float:
@@ -290,7 +291,7 @@ def _frame(panel: Panel, plot: _Plot, width: int, height: int) -> str:
         y = _TOP + (plot.y[1] - place) / max(plot.y[1] - plot.y[0], 1e-12) * h
         out.append(f'<path d="M{_LEFT} {y:.1f}h{w:.0f}" stroke="currentColor" opacity=".14"/>')
         out.append(svg_text(_LEFT - 5, y + 3.5, text, anchor="end"))
-    for place, text in ticks(*plot.x):
+    for place, text in enumerate(panel.names) if panel.names else ticks(*plot.x):
         x = _LEFT + plot.px(place) / _UNIT
         out.append(svg_text(x, height - 5, text, anchor="end" if x > _LEFT + w - 12 else "middle"))
     out.append(svg_text(width - 8, 13, panel.xlabel, anchor="end") if panel.xlabel else "")

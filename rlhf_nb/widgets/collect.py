@@ -52,7 +52,9 @@ class LabelQueue:
         least_seconds: float = 0.15,
     ) -> None:  # fmt: skip
         if not pairs:
-            raise DataError("there are no pairs to label: make_pairs(prompts, policies) makes some.")
+            raise DataError(
+                "there are no pairs to label: make_pairs(prompts, policies) of rlhf_nb.widgets.collect makes some."
+            )
         self.pairs = {p.id: p for p in pairs}
         self.store, self.seed, self.fold, self.least_seconds = store, seed, fold, least_seconds
         self.order = list(self.pairs)

@@ -255,7 +255,10 @@ def _known(row: Mapping[str, Any], by: str | None) -> tuple[Measure, dict[str, l
     if name not in there:
         known = [m.name for m in TOKEN_MEASURES]
         if name in ("entropy", "update"):
-            raise DataError(f"{name} isn't in samples.jsonl: rescore(sample, model, tokenizer) measures it.")
+            raise DataError(
+                f"{name} isn't in samples.jsonl: rescore([sample], model, tokenizer) of rlhf_nb.widgets.samples "
+                "measures it."
+            )
         near = suggest(name, known)
         hint = f" Did you mean {near!r}?" if near and near != name else ""
         raise DataError(f"this sample has no {name!r}; it has {', '.join(there)}.{hint}")
