@@ -31,10 +31,10 @@ from .words import Words
 from ..types import prompt_uid
 
 log = logging.getLogger(__name__)
-READS = 16.0  # tokens that are read in about the time in which one is written
+READ_PER_WRITTEN = 16.0  # tokens that are read in about the time in which one is written
 
 # %% auto #0
-__all__ = ['log', 'READS', 'Token', 'AnswerPiece', 'Ask', 'ServedEngine', 'Batcher']
+__all__ = ['log', 'READ_PER_WRITTEN', 'Token', 'AnswerPiece', 'Ask', 'ServedEngine', 'Batcher']
 
 # %% ../../nbs/serve/batcher.ipynb #5e883007
 class Token(NamedTuple):

@@ -18,7 +18,7 @@ from ..feedback.traffic import Served, TrafficLog
 from ..rollout.backends import answers_to_tensors
 from ..rollout.sampler import as_rollout
 from .forms import write_in_form
-from .batcher import READS, Ask, AnswerPiece, Token
+from .batcher import READ_PER_WRITTEN, Ask, AnswerPiece, Token
 from .gate import Gate, Ticket
 from .intake import Intake, log
 from .meters import Meters
@@ -303,7 +303,7 @@ class Desk:
                     Refused(500, f"the reward that best_of chooses by failed ({type(e).__name__}).", "server_error"),
                 )
 
-        cost = sum(len(a.ask.ids) + len(a.tokens) for a in answers) / READS
+        cost = sum(len(a.ask.ids) + len(a.tokens) for a in answers) / READ_PER_WRITTEN
         self.site.batcher.do(work, exchange.who, cost)
         return await done
 

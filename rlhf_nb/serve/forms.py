@@ -10,7 +10,7 @@ from collections.abc import Callable
 from ..core import RlhfError, derive_seed
 from ..decode.constrained import Constrained
 from ..rollout.backends import Request
-from .batcher import READS, Ask, AnswerPiece, Token, log
+from .batcher import READ_PER_WRITTEN, Ask, AnswerPiece, Token, log
 from .site import Model
 from ..types import PromptBatch
 
@@ -65,6 +65,6 @@ def write_in_form(
         piece, told = text[len(told) :], text
         ask.tell(AnswerPiece(piece, tuple(Token(i, 0.0, ()) for i in new), finish))
         if not finish:
-            later(part, PART + (len(ask.ids) + len(said)) / READS)
+            later(part, PART + (len(ask.ids) + len(said)) / READ_PER_WRITTEN)
 
-    later(part, PART + len(ask.ids) / READS)
+    later(part, PART + len(ask.ids) / READ_PER_WRITTEN)

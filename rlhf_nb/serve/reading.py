@@ -8,6 +8,7 @@ import base64
 import math
 import struct
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
 import torch
@@ -18,7 +19,7 @@ from ..rollout.backends import answers_to_tensors
 from ..rollout.sampler import as_rollout
 from ..scoring.head import split_head
 from ..scoring.scores import logps
-from .batcher import READS
+from .batcher import READ_PER_WRITTEN
 from .desk import Desk
 from .door import gone, unless_gone
 from .protocol import MOST_PROMPTS, Refused, _Ids, _Said, _Text
@@ -88,7 +89,7 @@ async def _read(desk: Desk, who: str, tokens: int, work: Callable[[], _T]) -> _T
             found, problem = None, e
         loop.call_soon_threadsafe(settle, found, problem)
 
-    desk.site.batcher.do(task, who, tokens / READS)
+    desk.site.batcher.do(task, who, tokens / READ_PER_WRITTEN)
     return await done
 
 
@@ -166,7 +167,8 @@ async def _scored_answer(desk: Desk, asked: ScoreAsked, model: Model, who: str) 
         each = _finite(await _read(desk, who, size, lambda a=answer: log_probs(model, prompt, a)))  # type: ignore[misc]
         row = {"index": i, "logprob": sum(each), "tokens": len(each), "token_logprobs": each, "reward": None}
         if model.rewards is not None:
-            row["reward"] = await _read(desk, who, size, lambda a=answer: reward_of(model, prompt, given, a))  # type: ignore[misc]
+            judged = partial(reward_of, model, prompt, given, answer)
+            row["reward"] = await _read(desk, who, size, judged)
         data.append(row)
         tokens += size
     return {"object": "list", "data": data, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
