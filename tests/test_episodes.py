@@ -604,7 +604,7 @@ def test_templates_are_refused_before_the_first_step(tmp_path: Path) -> None:
 
     plain = "{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}"
     with pytest.raises(
-        ConfigError, match="no place for tools, so the model would never see 'good'.*episodes.chatml=true"
+        ConfigError, match="no place for tools, so the model would never see 'good'.*model.chat_template=chatml"
     ):
         run(plain, tools=[good], reward=len)
     rewrites = "{% for m in messages %}{{ m['content'].split('</think>')[-1] if not loop.last else m['content'] }}{{ eos_token }}{% endfor %}"

@@ -19,9 +19,8 @@ pytest.importorskip("openai", reason="the official client isn't installed: pip i
 from test_serve import Running
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlhf_nb.data.templates import encode_continuations, train_bpe
+from rlhf_nb.data.templates import CHATML, encode_continuations, train_bpe
 from rlhf_nb.models.load import save_model
-from rlhf_nb.rollout.tools import CHATML
 from rlhf_nb.serve.protocol import ChatAsked, Form, Refused, read_request
 
 SCHEMA = {"type": "object", "properties": {"owl": {"type": "boolean"}, "age": {"enum": [1, 22]}}, "required": ["owl", "age"], "additionalProperties": False}  # fmt: skip

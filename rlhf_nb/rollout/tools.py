@@ -18,7 +18,7 @@ from ..core import ConfigError, did_you_mean
 from ..untrusted import json_value, mend
 
 # %% auto #0
-__all__ = ['CallForm', 'CHATML', 'Call', 'tool_schema', 'call_form', 'parse_calls', 'begin', 'Result', 'Tools']
+__all__ = ['CallForm', 'Call', 'tool_schema', 'call_form', 'parse_calls', 'begin', 'Result', 'Tools']
 
 # %% ../../nbs/rollout/tools.ipynb #7e100007
 class Call(NamedTuple):
@@ -111,36 +111,6 @@ def parse_calls(text: str, form: CallForm = "hermes") -> tuple[list[Call], str |
     if all(each):
         return [call for calls in each for call in calls], None
     return [], 'a call must be JSON: {"name": "...", "arguments": {...}}'
-
-
-CHATML = """{%- set system = messages[0]['content'] if messages[0]['role'] == 'system' else '' -%}
-{%- if tools or system -%}
-{{- '<|im_start|>system\\n' ~ system ~ ('\\n\\n' if tools and system else '') -}}
-{%- if tools -%}
-{{- 'You may call functions. These are there:\\n<tools>' -}}
-{%- for tool in tools -%}{{- '\\n' ~ (tool | tojson) -}}{%- endfor -%}
-{{- '\\n</tools>\\nTo call one, write:\\n<tool_call>\\n{"name": NAME, "arguments": {...}}\\n</tool_call>' -}}
-{%- endif -%}
-{{- eos_token ~ '\\n' -}}
-{%- endif -%}
-{%- for m in messages -%}
-{%- if m['role'] == 'system' and loop.first -%}
-{%- elif m['role'] == 'tool' -%}
-{{- '<|im_start|>user\\n' if loop.first or messages[loop.index0 - 1]['role'] != 'tool' else '\\n' -}}
-{{- '<tool_response>\\n' ~ m['content'] ~ '\\n</tool_response>' -}}
-{{- eos_token ~ '\\n' if loop.last or messages[loop.index0 + 1]['role'] != 'tool' else '' -}}
-{%- else -%}
-{{- '<|im_start|>' ~ m['role'] ~ '\\n' ~ m['content'] -}}
-{%- for c in m['tool_calls'] or [] -%}
-{%- set f = c['function'] if c['function'] is defined else c -%}
-{{- ('\\n' if m['content'] or not loop.first else '') ~ '<tool_call>\\n{"name": "' ~ f['name'] ~ '", "arguments": ' -}}
-{{- (f['arguments'] if f['arguments'] is string else (f['arguments'] | tojson)) ~ '}\\n</tool_call>' -}}
-{%- endfor -%}
-{{- eos_token ~ '\\n' -}}
-{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
-"""  # turns end in the tokenizer's EOS, which <|im_end|> is where there is one
 
 # %% ../../nbs/rollout/tools.ipynb #7e100013
 class _Loop:

@@ -17,8 +17,8 @@ from .html import escape, svg_page, svg_text
 Floats = npt.NDArray[np.float64]
 
 # %% auto #0
-__all__ = ['Floats', 'PALETTE', 'DASHES', 'color_of', 'smooth', 'thin', 'Curve', 'Band', 'Mark', 'Panel', 'nice_step', 'Axes',
-           'ticks', 'tick_text', 'line_chart', 'to_png']
+__all__ = ['Floats', 'PALETTE', 'DASHES', 'color_of', 'smooth', 'coarse', 'thin', 'Curve', 'Band', 'Mark', 'Panel', 'nice_step',
+           'Axes', 'ticks', 'tick_text', 'line_chart', 'to_png']
 
 # %% ../../nbs/widgets/charts.ipynb #ed442d8e
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -49,6 +49,13 @@ def smooth(steps: Floats, values: Floats, half_life: float) -> Floats:
     return np.array(out)
 
 
+def coarse(values: Floats, most: int) -> Floats:
+    """At most about `most` points, the mean of each stretch."""
+    size = max(1, -(-len(values) // most))
+    cut = len(values) // size * size
+    return values if size == 1 else np.append(values[:cut].reshape(-1, size).mean(1), values[cut:])
+
+
 def thin(steps: Floats, values: Floats, most: int) -> tuple[Floats, Floats]:
     """At most about `most` points, the smallest and the largest of each stretch; order is kept."""
     n = len(values)
@@ -73,6 +80,7 @@ class Curve:
         smoothed: steps and values drawn boldly; the curve itself is then drawn faintly behind.
         error: half width of a band around the bold curve, of the same length.
         kind: "line", "dash" (told apart by more than colour), "dots" or "bars".
+        key: the metric's name.
     """
 
     label: str
@@ -82,6 +90,7 @@ class Curve:
     smoothed: tuple[Floats, Floats] | None = None
     error: Floats | None = None
     kind: str = "line"
+    key: str = ""
 
 
 @dataclass
