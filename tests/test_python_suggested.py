@@ -69,6 +69,9 @@ RUN: dict[str, str] = {  # a suggestion, and lines that hold it; of a fence, and
     'save_model(trainer.method.model, tokenizer, "adapters/polite")': SFT.replace("few)", "few, model=dict(lora=dict(r=2)))").replace("model, tokenizer, rows", "None, None, rows"),
     "trainer.train()": SFT, "trainer.fit()": SFT, "trainer.evaluate(eval_dataset)": SFT + "trainer.fit(); eval_dataset = rows[:4]\n", "trainer.predict(rows)": SFT + "trainer.fit()\n",
     "dtype = torch.bfloat16": "",
+    "model.generate(..., num_beams=4)": "model.generate(torch.tensor([[5, 6]]), num_beams=4, max_new_tokens=2)",
+    "RewardAttack(score, changes=[Change(...)])": "from rlhf_nb.bench.attack import Change, RewardAttack\nscore = lambda prompts, answers: [len(a) for a in answers]\nRewardAttack(score, changes=[Change('case', 'capitals', str.upper)])",
+    "import json\n\nfrom rlhf_nb.config import SamplingConfig": "import pathlib\nmodel.config.max_position_embeddings = 256\npathlib.Path('questions.jsonl').write_text('{\"prompt\": \"Hi!\", \"answer\": 3}'); save_model(model, tokenizer, 'MODEL')\n",
     # messages
     "CapabilityTester.freeze(...).save(path)": RESULTS + "CapabilityTester.freeze({'sums': results}, {'sums': 0.02}).save('frozen.json')",
     "set_chat_template(tokenizer, make_chat_template(user, assistant))": TEMPLATES + "user, assistant = 'Visitor:', 'Pip:'\n", "set_chat_template(tokenizer)": TEMPLATES, "set_chat_template(tokenizer, make_chat_template())": TEMPLATES,
@@ -92,7 +95,6 @@ ELSEWHERE = {  # what another file runs: its name, and the words that do
     'fork("runs/ppo", 40, kl_coef=0.05)': ("tests/test_fork.py", "fork("), 'rlhf_nb.push_to_hub("runs/grpo", "owner/name")': ("tests/test_hub_push.py", "push_to_hub(run"),
     "trainer.push_to_hub()": ("tests/test_trl_scripts.py", ".push_to_hub("), "args=TrainingArguments(...)": ("tests/test_trl_scripts.py", "TrainingArguments("),
     "PPOTrainer(model, ref_model, reward_model, value_model, ...)": ("tests/test_trl_scripts.py", "PPOTrainer("), "from openai import OpenAI": ("tests/test_serve.py", ".chat.completions.create("),
-    "step_scorer(load_process_reward(FOLDER))": ("nbs/rewards/process.ipynb", "step_scorer("), "torch.export.load(...).module()": ("nbs/export/program.ipynb", "torch.export.load("),
     "engine.prepare(module, settings)": ("nbs/run/engine.ipynb", ".prepare("), "engine.generation_mode()": ("nbs/run/engine.ipynb", ".generation_mode("),
     'run_tasks(model, tokenizer, ["hellaswag"])': ("tests/test_harness.py", "run_tasks("),
 }  # fmt: skip

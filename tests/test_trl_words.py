@@ -365,7 +365,12 @@ def test_a_setting_of_an_earlier_version() -> None:
     """A file of then opens where the setting changed nothing, in groups too; another value is told what to use."""
     earlier = trl_words("earlier")
     for word, row in earlier.items():
-        assert DPOConfig.model_validate({word: row["off"], "data": {word: row["off"]}}) == DPOConfig()
+        group, _, key = word.rpartition(".")
+        kind: Any = PPOConfig if group else DPOConfig
+        assert kind.model_validate({group: {key: row["off"]}} if group else {key: row["off"]}) == kind()
         with pytest.raises(ConfigError, match=re.escape(f"In earlier versions that was {row['was']}.")):
-            DPOConfig.model_validate({word: "something"})
-    assert set(earlier) >= {"replay", "merge_method"} and all(": here " in row["was"] for row in earlier.values())
+            kind.model_validate({group: {key: "something"}} if group else {key: "something"})
+    assert PPOConfig.model_validate({"critic": "hydra", "data": {"replay": None}}).critic == "hydra"
+    assert set(earlier) >= {"replay", "merge_method", "decoder.critic"} and all(
+        ": here " in row["was"] for row in earlier.values()
+    )
