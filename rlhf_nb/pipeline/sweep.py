@@ -606,9 +606,7 @@ def _plan(
 ) -> list[tuple[list[Candidate], list[Round]]]:
     """Groups of candidates with the rounds that they go through."""
     if search not in (kinds := ("grid", "random", "halving")):
-        raise ConfigError(
-            f"search is {search!r}. " + did_you_mean(search, kinds, "It is grid, random or halving.")
-        )
+        raise ConfigError(f"search is {search!r}. " + did_you_mean(search, kinds, "It is grid, random or halving."))
     listed = not isinstance(over, Mapping)
     empty = [] if listed else [k for k, v in over.items() if not isinstance(v, Range) and not len(v)]
     if empty or not over:
