@@ -3,7 +3,7 @@
     PYTHONPATH=. .venv/bin/python .ci/course_models.py     # writes rlhf_nb/learn/models/*.safetensors, 0.3 MB each, in 16 bits
 
 `base` speaks about the park without listening, `sft` imitates guides, `reward` has read 3,200 pairs, `ppo` pleased it at a price for drift,
-`hacked` without one. Lessons load them with `learn.start`; what a lesson says about them is asserted in the lesson.
+`hacked` without one; `adder` imitates a speaker who adds and slips. Lessons load them with `learn.start`; what a lesson says about them is asserted in the lesson.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from rlhf_nb import PPOConfig, PPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
-from rlhf_nb.data import toy
+from rlhf_nb.data import legs, toy
 from rlhf_nb.learn.world import LessonWorld
 
 TARGET = Path(__file__).resolve().parent.parent / "rlhf_nb" / "learn" / "models"
@@ -85,6 +85,14 @@ def main() -> None:
         print(name, {k: round(history[-1][k], 2) for k in ("objective/scores", "objective/kl")})
         ship(name, ppo.method.model)
     ship_scores()
+    adder = SFTTrainer(
+        SFTConfig.preset("toy", output_dir=f"{folder}/adder", steps=600, **COMMON),
+        legs.build_model(0),
+        legs.build_tokenizer(),
+        legs.legs_demonstrations(8000),
+    )
+    adder.fit()
+    ship("adder", adder.method.model)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from .train.sft import SFTConfig, SFTTrainer
     from .widgets.dashboard import Dashboard
     from .widgets.reader import RunReader
+    from .widgets.runs import Runs
 
 # where each public name lives; the block above says the same to type checkers and editors
 _HOMES = {
@@ -68,6 +69,7 @@ _HOMES = {
     "train.sft": "SFTConfig SFTTrainer",
     "widgets.dashboard": "Dashboard",
     "widgets.reader": "RunReader",
+    "widgets.runs": "Runs",
 }
 # what TRL's scripts import, too; documented in docs/trl.md
 _SCRIPTS = {"ScriptArguments", "TrlParser", "get_peft_config", "get_quantization_config", "get_kbit_device_map"}

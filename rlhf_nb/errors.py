@@ -85,7 +85,7 @@ class CheckpointError(RlhfError):
 
 
 class RewardError(RlhfError):
-    """A reward function failed, or returned something that is not a list of numbers."""
+    """A reward function failed, or returned something that is not a list of numbers; or those who draw answers fail."""
 
 
 class RunError(RlhfError):

@@ -184,7 +184,7 @@ def _note(found: dict[str, Any], message: dict[str, Any]) -> None:
     elif kind == "comm_msg" and content["data"].get("method") == "update":
         state = content["data"]["state"]
         found["models"].setdefault(content["comm_id"], {}).update(state)
-        if "<svg" in str(state.get("value", "")):
+        if "<pre hidden data-for" in str(state.get("value", "")):
             found["curves"] = found.get("curves", 0) + 1
     elif kind in ("display_data", "update_display_data"):
         place = found["displayed" if kind == "display_data" else "updated"]

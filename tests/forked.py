@@ -47,6 +47,19 @@ def context() -> Any:
     return _CONTEXT
 
 
+def address() -> str:
+    """Where the server listens, for `at`."""
+    context()
+    return str(forkserver._forkserver._forkserver_address)  # type: ignore[attr-defined]
+
+
+def at(place: str) -> None:
+    """In a fork: `context` is the server that this fork comes from, instead of a new one."""
+    forkserver._forkserver._forkserver_address = place  # type: ignore[attr-defined]
+    forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
+    forkserver.ensure_running = lambda: None
+
+
 def _body(command: Sequence[str], env: Mapping[str, str], cwd: str, streams: Sequence[Connection]) -> None:
     """What a fork does: as `python` would with these words."""
     os.environ.clear()

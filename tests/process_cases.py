@@ -176,6 +176,11 @@ def episodes(**over: Any) -> Any:
     return GRPOTrainer(config, model, tokenizer, rows=toy.train_prompts(64), environment=Talk)
 
 
+def lagged(**over: Any) -> Any:
+    """Each rank draws its share of three steps ahead, and asks for its rewards in threads."""
+    return _group("grpo", "GRPO", False, **{"num_generations": 4, "kl_coef": 0.05, "rollouts": {"lag": 2}, **over})
+
+
 def evaluations(root: Path, held: int = 7) -> dict[str, dict[str, float]]:
     """What every kind of method measures on held-out rows before it learns anything; one row stands there twice.
 
@@ -224,7 +229,23 @@ def evaluations(root: Path, held: int = 7) -> dict[str, dict[str, float]]:
 
 CASES = {
     f.__name__: f
-    for f in (sft, reward, process, dpo, tr_dpo, kto, ppo, grpo, grpo_dead, rloo, online_dpo, xpo, nash_md, episodes)
+    for f in (
+        sft,
+        reward,
+        process,
+        dpo,
+        tr_dpo,
+        kto,
+        ppo,
+        grpo,
+        grpo_dead,
+        rloo,
+        online_dpo,
+        xpo,
+        nash_md,
+        episodes,
+        lagged,
+    )
 }
 LORA = ("sft", "reward", "process", "dpo", "kto", "ppo", "grpo", "rloo", "online_dpo")  # `sft_lora` and so on
 

@@ -51,6 +51,9 @@ CASES: dict[str, str] = {
     "tickets-ppo": "test_tickets:ppo",
     "tickets-grpo": "test_tickets:grpo",
     "tickets-raft": "test_tickets:raft",
+    "workers-ppo": "test_draw_workers:ppo",
+    "workers-grpo": "test_draw_workers:grpo",
+    "workers-raft": "test_draw_workers:raft",
     "episodes": "resume_harness:episodes",  # turns and rewards of an environment
 }
 
@@ -330,9 +333,10 @@ def _toy_model() -> tuple[Any, Any]:
 # the harness
 
 
-def worker(case: str, run_dir: str, tests: str) -> None:
+def worker(case: str, run_dir: str, tests: str, server: str) -> None:
     """Body of the process that trains: always resumes, and leaves a fingerprint of the weights at the end."""
     sys.path.insert(0, tests)
+    forked.at(server)
     torch.set_num_threads(1)
     module, function = CASES[case].split(":")
     trainer = getattr(importlib.import_module(module), function)(Path(run_dir))
@@ -367,7 +371,9 @@ def leave_off(trainer: Any, steps: int = 2) -> None:
 
 
 def spawn(case: str, run_dir: Path) -> Any:
-    process = forked.context().Process(target=worker, args=(case, str(run_dir), str(Path(__file__).parent)))
+    process = forked.context().Process(
+        target=worker, args=(case, str(run_dir), str(Path(__file__).parent), forked.address())
+    )
     process.start()
     return process
 

@@ -111,7 +111,7 @@ def test_rewards_see_the_prompts_as_they_were_written(tmp_path: Path) -> None:
 
 def test_asked_for_without_a_template(tmp_path: Path) -> None:
     with pytest.raises(
-        DataError, match="data.as_chat is true, but the tokenizer has no chat template.*model.chat_template=FILE"
+        DataError, match="data.as_chat is true, but the tokenizer has no chat template.*model.chat_template=chatml"
     ):
         tokens("sft", ROWS["sft"], tmp_path, None, as_chat=True)
 

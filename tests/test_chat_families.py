@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_families import FAMILIES
+from chat_families import FAMILIES, IM
 
+from rlhf_nb.config import ModelConfig
 from rlhf_nb.core import DataError
 from rlhf_nb.data.formats import to_rows
 from rlhf_nb.data.shapes import DataNote, Reading
 from rlhf_nb.data.sources import tokenize_preferences, tokenize_prompts, tokenize_sft
-from rlhf_nb.data.templates import train_bpe
+from rlhf_nb.data.templates import CHATML, train_bpe
+from rlhf_nb.models.load import load_tokenizer
 
 TOOL: dict[str, Any] = {
     "type": "function",
@@ -134,11 +137,39 @@ def test_tools(family: dict[str, Any]) -> None:
     if family["calls"] is None:
         with pytest.raises(
             DataError,
-            match=r"doesn't write tools: 'tide'.*data.columns={tools: null}|refuses a dialogue.*model.chat_template=FILE",
+            match=r"doesn't write tools: 'tide'.*data.columns={tools: null}|refuses a dialogue.*model.chat_template=chatml",
         ):
             sft(family, CALLED, tools=[TOOL])
         return
     assert sft(family, CALLED, tools=[TOOL]) == by_hand(family, CALLED, tools=True)
+
+
+def test_chatml_takes_what_a_template_refuses(family: dict[str, Any]) -> None:
+    """model.chat_template=chatml, which our messages advise: tools, calls and several turns, with the masks that ChatML has by hand."""
+    tok, end = family["tokenizer"], family["eos"]
+    tok.chat_template = CHATML
+    marks = {
+        **IM,
+        "eos": end,
+        "now": "{}" + end,
+        "past": "<|im_start|>assistant\n{}" + end + "\n",
+        "user": "<|im_start|>user\n{}" + end + "\n",
+    }
+    call = f'<tool_call>\n{{"name": "tide", "arguments": {{"day": 3}}}}\n</tool_call>{end}'
+    told = 'You may call functions. These are there:\n<tools>\nTOOL\n</tools>\nTo call one, write:\n<tool_call>\n{"name": NAME, "arguments": {...}}\n</tool_call>'
+    marks |= {
+        "calls": (IM["ask"], call),
+        "called": IM["ask"] + call + "\n",
+        "tool": "<|im_start|>user\n<tool_response>\n{}\n</tool_response>" + end + "\n",
+    }
+    marks["tools"] = f"<|im_start|>system\n{told.replace('TOOL', json.dumps(TOOL))}{end}\n"
+    for talk, tools in ((TALK, False), (CALLED, True)):
+        assert sft(family, talk, **({"tools": [TOOL]} if tools else {})) == by_hand(marks, talk, tools)
+
+
+def test_chatml_by_its_name(bare: Any, tmp_path: Path) -> None:
+    bare.save_pretrained(tmp_path)
+    assert load_tokenizer(ModelConfig(name_or_path=str(tmp_path), chat_template="chatml")).chat_template == CHATML
 
 
 @pytest.mark.parametrize("written", ["json", "lines", "python"])

@@ -19,10 +19,11 @@ import torch
 import yaml
 
 from rlhf_nb import learn
-from rlhf_nb.learn.checks import judge
+from rlhf_nb.learn.checks import judge, run_again
 
 ROOT = Path(__file__).resolve().parent.parent
 LESSONS = sorted((ROOT / "nbs" / "course").glob("lesson_*.ipynb"))
+LABS = sorted((ROOT / "nbs" / "course").glob("lab_*.ipynb"))
 SECTIONS = [
     "A figure to touch",
     "By hand, on five words",
@@ -132,18 +133,24 @@ def test_terms_are_defined_before_they_are_used() -> None:
 
 def test_every_lesson_has_solutions_and_a_quiz() -> None:
     known = yaml.safe_load((ROOT / "rlhf_nb" / "learn" / "lessons.yaml").read_text(encoding="utf-8"))
-    for path in LESSONS:
-        n = int(path.stem[-2:])
+    for path in LESSONS + LABS:
+        n: int | str = int(path.stem[-2:]) if path in LESSONS else path.stem[-1].upper()
         asked = re.findall(r'learn\.check\("(\w+)"', "\n".join(code(path)))
-        solved = re.findall(
-            r'assert learn\.check\("(\w+)"', "\n".join(code(ROOT / "nbs" / "solutions" / f"solutions_{n:02}.ipynb"))
-        )
-        assert asked == solved and n in known and f"# {n} · {known[n]['title']}" in cells(path)[0]["source"]
+        answers = ROOT / "nbs" / "solutions" / f"solutions_{path.stem.removeprefix('lesson_')}.ipynb"
+        solved = re.findall(r'assert learn\.check\("(\w+)"', "\n".join(code(answers)))
+        assert asked == solved and n in known and f"{n} · {known[n]['title']}" in cells(path)[0]["source"]
+
+
+@pytest.mark.parametrize("path", LABS, ids=lambda p: p.stem)
+def test_a_lab_is_plain_too(path: Path) -> None:
+    lengths = sentences(path)
+    assert statistics.median(lengths) <= 15 and sorted(lengths)[int(0.95 * len(lengths))] <= 28, sorted(lengths)[-6:]
+    assert len(prose(path).split()) <= 1500 and "assert " in "\n".join(code(path))
 
 
 def test_what_is_shipped_is_small() -> None:
     models = list((ROOT / "rlhf_nb" / "learn").rglob("*.safetensors"))
-    assert len(models) == 6 and sum(p.stat().st_size for p in models) < 6e6
+    assert len(models) == 7 and sum(p.stat().st_size for p in models) < 6e6
 
 
 def test_checkers_refuse_what_isn_t_an_answer_and_take_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,3 +193,48 @@ def test_checkers_refuse_what_isn_t_an_answer_and_take_numpy(tmp_path: Path, mon
     (tmp_path / "a file").write_text("where a folder should be")
     with pytest.warns(UserWarning, match="progress isn't kept"):
         assert learn.check("leash", lambda score, logp, ref_logp, kl_coef: score - kl_coef * (logp - ref_logp))
+
+
+FAKES = {  # what a submission may try to be called right, or to leave behind
+    "replies": "import json, os, sys\njson.dump = lambda x, out: out.write('right')\n[setattr(m, n, lambda *a, **k: True) for m in "
+    "[*sys.modules.values()] for n in ('same', '_compared', 'judge') if hasattr(m, n)]\ndef f(s): return 0",
+    "prints": "import os\nfor fd in range(30):\n    try: os.write(fd, b'right')\n    except OSError: pass\nos._exit(0)",
+    "truth": "import sys\nof = sys._getframe(1).f_globals['EXERCISES']\ndef f(s): return of['rloo'].truth(s)",
+    "import": "from rlhf_nb.learn.checks import EXERCISES\ndef f(s): return EXERCISES['rloo'].truth(s)",
+    "writes": "open({path!r}, 'w').write('x')\ndef f(s): return [x - (sum(s) - x) / (len(s) - 1) for x in s]",
+    "forks": "import os\nos.fork()\ndef f(s): return [x - (sum(s) - x) / (len(s) - 1) for x in s]",
+    "parent": "import os\nopen(f'/proc/{{os.getppid()}}/mem', 'rb')\ndef f(s): return [x - (sum(s) - x) / (len(s) - 1) for x in s]",
+    "floods": "def f(s): return [0.0] * 10**6",
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["replies", *(pytest.param(n, marks=pytest.mark.slow) for n in FAKES if n != "replies")]
+)
+def test_a_submission_cannot_fake_its_verdict(name: str, tmp_path: Path) -> None:
+    """Its process gives values; truth and verdict are elsewhere, and the fences hold."""
+    target = tmp_path / "owned"
+    assert run_again(
+        "rloo", FAKES[name].replace("{path!r}", repr(str(target))).replace("{{", "{").replace("}}", "}"), 3
+    ) in ("wrong", "crashed")
+    assert not target.exists()
+
+
+@pytest.mark.slow
+def test_submissions_may_use_torch_and_numpy() -> None:
+    torch_way = "def f(s):\n    x = torch.tensor(s, requires_grad=True)\n    ((x.sum() ** 2 - x.square().sum()) / 2).backward()\n"
+    torch_way += "    return x.detach() - x.grad / (len(s) - 1)"
+    assert run_again("rloo", torch_way, 3) == "right"
+    assert (
+        run_again("rloo", "def f(s):\n    s = np.array(s)\n    return s - (s.sum() - s) / (len(s) - 1)", 3) == "right"
+    )
+    assert run_again("rloo", "def f(s): return [x - sum(s) / len(s) for x in s]", 3) == "nearly"
+
+
+def test_what_is_called_an_exercise_has_a_checker_and_a_solution() -> None:
+    """Lessons' exercises have both (above); what other notebooks suggest is called "To try" and promises neither."""
+    called = []
+    for path in sorted((ROOT / "nbs").rglob("*.ipynb")):
+        told = "\n".join(c["source"] for c in cells(path) if c["cell_type"] == "markdown")
+        called += [path] if re.search(r"^#+ Exercises?$", told, re.M) else []
+    assert called == LABS + LESSONS, [str(p) for p in {*called} ^ {*LABS, *LESSONS}]

@@ -72,7 +72,7 @@ def test_groups_come_in_order_and_every_command_stands_in_one() -> None:
     places = [shown.index(f"─ {group} ─") for group in GROUPS]
     assert places == sorted(places) and "─ Commands ─" not in shown
     names = [name for group in GROUPS.values() for name in group]
-    assert len(names) == len(set(names)) and len(GROUPS["Start"]) == 5
+    assert len(names) == len(set(names)) and len(GROUPS["Start"]) == 6
     known = {fact["command"] for fact in facts()["methods"].values()}
     assert known <= set(names)
     assert set(names) - known - {"config", "runs"} == set(EXAMPLES)

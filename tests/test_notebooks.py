@@ -34,12 +34,15 @@ def dotted(path: Path) -> str:
 # Twenty CPU seconds and more, run in the slow suites; what they call is tested by the file beside them.
 LONG = {
     "bench.attack": "test_evals.py",
+    "course.lab_a": "test_course.py",
     "course.lesson_02": "test_course.py",
     "course.lesson_03": "test_course.py",
     "course.lesson_04": "test_course.py",
     "course.lesson_07": "test_course.py",
     "course.lesson_08": "test_course.py",
+    "course.lesson_09": "test_course.py",
     "course.lesson_10": "test_course.py",
+    "course.lesson_12": "test_course.py",
     "data.foreign": "test_untrusted.py",
     "feedback.annotators": "test_feedback.py",
     "models.merge": "test_merge.py",

@@ -12,8 +12,8 @@ import json
 import shlex
 import shutil
 import signal
+from http.server import ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -27,7 +27,6 @@ from test_monitor import traffic
 from test_suggestions import mention, words_of, world
 from typer.testing import CliRunner
 
-import rlhf_nb.cli.main as cli_main
 from rlhf_nb import LoraSettings, add_lora, load_model, save_model
 from rlhf_nb.cli.main import app
 from rlhf_nb.cli.settings import known_methods, load_config
@@ -143,14 +142,15 @@ def filled(line: Suggestion) -> list[str]:
     if "--resume" in words and "--config" not in words:
         words[1:1] = ["--config", "runs/ppo"]
     if (
-        words[0] in (kind, "launch", "doctor", "sweep")
+        words[0] in (kind, "launch", "doctor", "sweep", "plan")
         and kind in known_methods()
         and not {"--config", "--toy"} & {*words}
     ):
         said = [w.partition("=")[0] for w in words]
         file = {"sft": "sft.jsonl", "process": "steps.jsonl"}.get(kind, "prompts.jsonl" if online else "pairs.jsonl")
         fill = {"model.name_or_path": "tiny", "data.path": file} | ({"reward": "runs/reward/model"} if online else {})
-        whole = more or words[0] in ("launch", "doctor", "sweep") or set(fill) - {"reward"} <= {*said}
+        fill = {"model.name_or_path": "tiny"} if words[0] == "plan" else fill
+        whole = more or words[0] in ("launch", "doctor", "sweep", "plan") or set(fill) - {"reward"} <= {*said}
         assert whole or line.text in PARTS, f"{line.where}: {line.text!r} can't run as it is"
         words += [f"{k}={v}" for k, v in fill.items() if k not in said and "rewards" not in said]
     return words
@@ -235,7 +235,7 @@ def test_each_line_runs(typed: str, lived_in: Path, tmp_path: Path, monkeypatch:
     monkeypatch.chdir(here)
     monkeypatch.setenv("XDG_CACHE_HOME", str(here / "cache"))
     monkeypatch.setattr(door, "make_server", lambda app, *a: Answered(app))
-    monkeypatch.setattr(cli_main, "Event", lambda: SimpleNamespace(wait=lambda: None))
+    monkeypatch.setattr(ThreadingHTTPServer, "serve_forever", lambda self: None)
     words = small(filled(LINES[typed]))
     if words[0] == "monitor" and "--once" not in words:
         words.append("--once")

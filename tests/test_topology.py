@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rlhf_nb.config import LoraSettings
 from rlhf_nb.core import ConfigError, ModelError, decide_precision
 from rlhf_nb.models.adapters import add_lora
+from rlhf_nb.scale import topology
 from rlhf_nb.scale.plan import ASSUMPTIONS, plan, plan_table, sent_per_step, smallest_group
 from rlhf_nb.scale.predict import Machine, named_gpu, predict_step, simulate_failures
 from rlhf_nb.scale.topology import (
@@ -197,3 +198,24 @@ def test_failures_take_their_share() -> None:
     assert run.failures > 10 and abs(kept - 1) < 1e-9 and 0 < run.useful < 1
     assert simulate_failures(10.0, 1, 10, save=0.001, between=1e12).useful > 0.99
     assert simulate_failures(10.0, 10_000, 1, every=3600, between=1.0).steps == 0
+
+
+@pytest.mark.parametrize("form", ["fp32", "bf16"])
+@pytest.mark.parametrize(("gpus", "stage"), [(1, 0), (8, 1), (8, 2), (8, 3)])
+def test_the_sums_of_system_design_md_are_the_planner_s(form: str, gpus: int, stage: Any) -> None:
+    """The table of docs/system_design.md, term by term."""
+    f, n = NUMBER_FORMATS[form], BIG.total
+    job, split = Job(format=f, recompute=True), Split(gpus, stage)
+    roles = topology.roles_of(BIG, job)
+    terms = {(x.role, x.what): x.bytes for x in topology.weight_terms(roles, job, split, BIG)}
+    own_copy = f.weight < 4 or stage > 0
+    assert terms["policy", "weights"] == f.weight * n / (gpus if stage == 3 else 1)
+    assert terms["optimizer", "Adam's numbers"] == (12 if own_copy else 8) * n / (gpus if stage else 1)
+    waits = topology._gradients(roles, job, split)
+    assert waits["waiting"] + waits["buffer"] == f.grad * n / (gpus if stage >= 2 else 1)
+    one, many = (topology.activations(BIG, job, tokens) for tokens in (1, 100))
+    kept = topology.layer_activations(BIG, job) + BIG.layers * BIG.hidden * f.residual  # one whole layer, inputs of all
+    assert many == 100 * one == pytest.approx(100 * kept)
+    assert topology.head_memory(BIG, job, 10) == 8 * 10 * BIG.vocab
+    cache, rows = topology.sampling_memory(BIG, job, 1)["cache"], topology.cache_rows(BIG, job, 1)[0]
+    assert cache == rows * (job.prompt + job.completion) * BIG.layers * 2 * BIG.kv_heads * BIG.head_dim * f.compute

@@ -210,3 +210,22 @@ def test_gradients_of_all_cores_take_the_memory_of_one(two_threads: None) -> Non
     assert len(waiting) == 40 and max(waiting) <= 4
     assert all(p.grad is None for replica in crew.replicas for p in replica.parameters())
     assert all(p.grad is not None for p in net.parameters())
+
+
+def test_a_small_model_trains_on_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that wait for each other at every tiny product cost twenty times the work where cores are busy; what was set comes back."""
+    seen: list[int] = []
+    plain = Qwen2ForCausalLM.get_input_embeddings
+    monkeypatch.setattr(
+        Qwen2ForCausalLM, "get_input_embeddings", lambda self: (seen.append(torch.get_num_threads()), plain(self))[1]
+    )
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        trained(tmp_path, monkeypatch)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert seen and seen[-1] == 1
+    with workers.alone_if_small(torch.nn.Linear(1001, 1000)):  # a million parameters
+        assert torch.get_num_threads() == before

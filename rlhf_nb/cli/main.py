@@ -6,8 +6,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import typer
@@ -32,10 +32,10 @@ from ..errors import ConfigError, RunError, suggest
 _all_ = ["find_config", "recipe_kind", "recipes"]
 
 # %% auto #0
-__all__ = ['app', 'config_app', 'runs_app', 'STORY', 'Runs', 'Commands', 'ConfigCommands', 'with_methods', 'TrainingCommand',
-           'demo', 'config_show', 'config_init', 'doctor_command', 'data_command', 'watch', 'metrics', 'report',
-           'runs_list', 'rollback', 'plan_command', 'config_accelerate', 'launch_command', 'find_config', 'recipe_kind',
-           'recipes']
+__all__ = ['app', 'config_app', 'runs_app', 'STORY', 'RunFolders', 'Commands', 'ConfigCommands', 'with_methods',
+           'TrainingCommand', 'demo', 'config_show', 'config_init', 'doctor_command', 'data_command', 'watch',
+           'metrics', 'board', 'report', 'learn_command', 'runs_list', 'rollback', 'plan_command', 'config_accelerate',
+           'launch_command', 'find_config', 'recipe_kind', 'recipes']
 
 # %% ../../nbs/cli/main.ipynb #e5be3d46
 class Commands(typer.core.TyperGroup):
@@ -372,12 +372,12 @@ def data_command(
             raise typer.Exit(1)
 
 # %% ../../nbs/cli/main.ipynb #1b4d3d97
-Runs = typer.Argument(..., metavar="RUN...", help="one or more run directories")
+RunFolders = typer.Argument(..., metavar="RUN...", help="one or more run directories")
 
 
 @app.command()
 def watch(
-    runs: list[Path] = Runs,
+    runs: list[Path] = RunFolders,
     every: float = typer.Option(1.0, min=0.1, help="seconds between two looks"),
     once: bool = typer.Option(False, "--once", help="draw one screen and end"),
     debug: bool = Debug,
@@ -391,7 +391,7 @@ def watch(
 
 @app.command()
 def metrics(
-    runs: list[Path] = Runs,
+    runs: list[Path] = RunFolders,
     port: int = typer.Option(9464, min=0, max=65535, help="0 takes a free one"),
     host: str = typer.Option("127.0.0.1", help="0.0.0.0 lets other machines ask"),
     debug: bool = Debug,
@@ -400,17 +400,26 @@ def metrics(
     with told(debug):
         import rlhf_nb.widgets.report as views
 
-        server = views.serve_metrics(runs, port=port, host=host, block=False)
-        _tell(f"http://{host}:{server.server_address[1]}/metrics (Ctrl-C ends it)", err=False)
-        try:
-            Event().wait()
-        finally:
-            server.shutdown()
+        views.serve_metrics(runs, port, host, say=partial(_tell, err=False))
+
+
+@app.command()
+def board(
+    folder: Path = typer.Argument(Path("runs"), help="with runs, up to five levels below"),
+    port: int = typer.Option(8765, min=0, max=65535, help="0 takes a free one"),
+    host: str = typer.Option("127.0.0.1", help="0.0.0.0 lets other machines look, by a secret address"),
+    debug: bool = Debug,
+) -> None:
+    """Look at all runs of a folder in a browser, and compare them; nothing can be changed there."""
+    with told(debug):
+        import rlhf_nb.widgets.board as views
+
+        views.serve_board(folder, port, host, say=partial(_tell, err=False))
 
 
 @app.command()
 def report(
-    runs: list[Path] = Runs,
+    runs: list[Path] = RunFolders,
     out: str = typer.Option(None, help="the file; default: report.html in the (first) run's folder"),
     debug: bool = Debug,
 ) -> None:
@@ -422,11 +431,23 @@ def report(
         _tell(f"{made}\nOpen it: {made.resolve().as_uri()}", err=False)
 
 # %% ../../nbs/cli/main.ipynb #93000002
+@app.command("learn")
+def learn_command(
+    words: list[str] = typer.Argument(None, metavar="[quiz N [LETTERS] | submit NAME | grade FOLDER]"),
+    debug: bool = Debug,
+) -> None:
+    """How far you are in the course; or take a quiz, hand in what you solved, or run a folder of such files again."""
+    with told(debug):
+        import rlhf_nb.learn as course
+
+        _tell(course.course_command(words or []), err=False)
+
+
 @runs_app.command("list")
-def runs_list(folder: Path = typer.Argument(Path("runs"), help="and three levels below"), debug: bool = Debug) -> None:
+def runs_list(folder: Path = typer.Argument(Path("runs"), help="and five levels below"), debug: bool = Debug) -> None:
     """List the runs in a folder, the newest last: how far each is, and what it left."""
     with told(debug):
-        import rlhf_nb.widgets.report as views
+        import rlhf_nb.widgets.runs as views
 
         _tell(views.runs_told(folder), err=False)
 
@@ -440,17 +461,9 @@ def rollback(
 ) -> None:
     """Put a run back to one of its checkpoints; what came after goes into rolled-back/."""
     with told(debug):
-        from rlhf_nb.run.state import checkpoints_told, roll_back
+        from rlhf_nb.run.state import told_of_going_back
 
-        if step is None:
-            _tell(f"{folder}: {checkpoints_told(folder)}.", err=False)
-            return
-        aside = roll_back(folder, step, failed)
-        _tell(
-            f"{folder} is at step {step} again; --resume goes on from there. What came after is in {aside}.", err=False
-        )
-        if (folder.parent / "config.yaml").exists():
-            _tell("Note: stages of the pipeline that were built on this run's model are as they were.")
+        _tell(told_of_going_back(folder, step, failed), err=False)
 
 # %% ../../nbs/cli/main.ipynb #744b753c
 @app.command("plan")

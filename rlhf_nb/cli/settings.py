@@ -131,12 +131,12 @@ def settings_help(kind: str, command: str) -> str:
 
 # %% ../../nbs/cli/settings.ipynb #c5e70005
 GROUPS = {  # as `--help` shows them; a method that is named nowhere is listed under Train
-    "Start": ("demo", "data", "doctor", "run", "chat"),
+    "Start": ("demo", "data", "doctor", "run", "chat", "learn"),
     "Train": (
         "sft", "rlaif", "reward", "process", "ppo", "grpo", "rloo", "online-dpo", "dpo", "kto", "distill", "raft",
         "sweep", "fork", "config",
     ),
-    "Look": ("watch", "report", "overopt"),
+    "Look": ("board", "watch", "report", "overopt"),
     "Judge": ("eval", "compare", "attack", "lm-eval"),
     "Use and watch": ("sample", "get", "serve", "feedback", "monitor", "cycle"),
     "Operate": ("plan", "launch", "runs", "metrics", "export", "merge", "push"),
@@ -144,9 +144,9 @@ GROUPS = {  # as `--help` shows them; a method that is named nowhere is listed u
 EXAMPLES = {  # the line that is typed most
     "demo": "demo", "data": "data pairs.jsonl --model smollm2 --for dpo",
     "doctor": "doctor dpo model.name_or_path=smollm2 data.path=pairs.jsonl", "run": "run --config runs/demo",
-    "chat": "chat smollm2", "sweep": "sweep ppo --toy kl_coef=0.05,0.1,0.2",
+    "chat": "chat smollm2", "learn": "learn quiz 1", "sweep": "sweep ppo --toy kl_coef=0.05,0.1,0.2",
     "fork": "fork runs/ppo --at 40 kl_coef=0.2",
-    "watch": "watch runs/ppo", "report": "report runs/ppo", "overopt": "overopt runs/ppo",
+    "board": "board runs", "watch": "watch runs/ppo", "report": "report runs/ppo", "overopt": "overopt runs/ppo",
     "eval": "eval runs/ppo/model --suite sums", "compare": "compare smollm2 runs/sft/model --suite sums",
     "attack": "attack runs/reward/model --data pairs.jsonl", "lm-eval": "lm-eval smollm2 --tasks hellaswag --limit 100",
     "sample": "sample runs/ppo/model 'Where do owls live?'", "get": "get smollm2", "serve": "serve smollm2",

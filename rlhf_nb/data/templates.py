@@ -16,7 +16,7 @@ from .formats import ASSISTANT, HUMAN, Message, Text, hermes_as_calls, thoughts_
 from .shapes import DataNote
 
 # %% auto #0
-__all__ = ['PAD_TOKEN', 'BOS_TOKEN', 'EOS_TOKEN', 'DEFAULT_CHAT_TEMPLATE', 'TEMPLATES', 'Answered', 'train_bpe',
+__all__ = ['PAD_TOKEN', 'BOS_TOKEN', 'EOS_TOKEN', 'DEFAULT_CHAT_TEMPLATE', 'TEMPLATES', 'CHATML', 'Answered', 'train_bpe',
            'make_chat_template', 'set_chat_template', 'Piece', 'dialogue_pieces', 'encode_texts',
            'encode_continuations', 'Encoded', 'encode_dialogues', 'encode_conversation', 'encode_prompts', 'is_blank',
            'opens_answer', 'as_chat', 'encode_chat', 'Reply', 'encode_replies', 'speaks_chat', 'pairs_as_chat',
@@ -90,6 +90,34 @@ def make_chat_template(user: str = HUMAN, assistant: str = ASSISTANT, system: st
 DEFAULT_CHAT_TEMPLATE = make_chat_template()
 # tried in turn: the second fits the toy world's words
 TEMPLATES = (DEFAULT_CHAT_TEMPLATE, make_chat_template("Visitor:", "\nPip:"))
+CHATML = """{%- set system = messages[0]['content'] if messages[0]['role'] == 'system' else '' -%}
+{%- if tools or system -%}
+{{- '<|im_start|>system\\n' ~ system ~ ('\\n\\n' if tools and system else '') -}}
+{%- if tools -%}
+{{- 'You may call functions. These are there:\\n<tools>' -}}
+{%- for tool in tools -%}{{- '\\n' ~ (tool | tojson) -}}{%- endfor -%}
+{{- '\\n</tools>\\nTo call one, write:\\n<tool_call>\\n{"name": NAME, "arguments": {...}}\\n</tool_call>' -}}
+{%- endif -%}
+{{- eos_token ~ '\\n' -}}
+{%- endif -%}
+{%- for m in messages -%}
+{%- if m['role'] == 'system' and loop.first -%}
+{%- elif m['role'] == 'tool' -%}
+{{- '<|im_start|>user\\n' if loop.first or messages[loop.index0 - 1]['role'] != 'tool' else '\\n' -}}
+{{- '<tool_response>\\n' ~ m['content'] ~ '\\n</tool_response>' -}}
+{{- eos_token ~ '\\n' if loop.last or messages[loop.index0 + 1]['role'] != 'tool' else '' -}}
+{%- else -%}
+{{- '<|im_start|>' ~ m['role'] ~ '\\n' ~ m['content'] -}}
+{%- for c in m['tool_calls'] or [] -%}
+{%- set f = c['function'] if c['function'] is defined else c -%}
+{{- ('\\n' if m['content'] or not loop.first else '') ~ '<tool_call>\\n{"name": "' ~ f['name'] ~ '", "arguments": ' -}}
+{{- (f['arguments'] if f['arguments'] is string else (f['arguments'] | tojson)) ~ '}\\n</tool_call>' -}}
+{%- endfor -%}
+{{- eos_token ~ '\\n' -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+"""  # turns end in the tokenizer's EOS, which <|im_end|> is where there is one
 
 # %% ../../nbs/data/templates.ipynb #6ff1e1bd
 def _eos(tok: Any) -> int:
@@ -154,7 +182,8 @@ def _render(
         return []
     if not tok.chat_template:
         raise DataError(
-            "The tokenizer has no chat template, so messages can't become text: set model.chat_template=FILE.",
+            "The tokenizer has no chat template, so messages can't become text: "
+            "set model.chat_template=chatml, or name a FILE.",
             python="In Python: set_chat_template(tokenizer) of rlhf_nb.data.templates.",
         )
     # two answers share the messages of their prompt: render these once
@@ -168,14 +197,14 @@ def _render(
             roles = {tuple(m["role"] for m in d) for d in dialogues}
             raise DataError(
                 f"{e}; the turns are {min(roles, key=len)} or alike. "
-                "Change the rows, or give a template that takes them: model.chat_template=FILE.",
+                "Change the rows, or take a template that leaves them as they are: model.chat_template=chatml.",
                 python="In Python: set_chat_template(tokenizer, make_chat_template()) of rlhf_nb.data.templates.",
             ) from e
         unseen = next((name for name in _names(given) if any(name not in text for text in found)), None)
         if unseen:
             raise DataError(
                 f"The chat template doesn't write tools: {unseen!r} is nowhere in what it makes of a dialogue, so the "
-                "model would never see it. model.chat_template=FILE gives one that does, data.columns={tools: null} "
+                "model would never see it. model.chat_template=chatml does, data.columns={tools: null} "
                 "goes without."
             )
         texts |= zip(unique, found)
@@ -226,7 +255,7 @@ def _answer(tok: Any, messages: list[Message], tools: Any, opened: str, closed: 
     raise DataError(
         f"The chat template rewrites messages[{len(asked)}], or what came before it: it asks with "
         f"...{opened[-40:]!r}, and then writes ...{closed[-60:]!r}. So no mask can say which tokens the assistant "
-        "wrote. Another template takes the rows: model.chat_template=FILE; rlhf-nb data FILE --model MODEL names all "
+        "wrote. Another template takes the rows: model.chat_template=chatml; rlhf-nb data FILE --model MODEL names all "
         "such rows.",
         python="In Python: set_chat_template(tokenizer, make_chat_template()) of rlhf_nb.data.templates.",
     )
@@ -238,7 +267,7 @@ def _calls_written(message: Message, turn: int, answer: str) -> None:
     if unsaid:
         raise DataError(
             f"The chat template doesn't write calls of tools: messages[{turn}] calls {unsaid!r}, and nothing of it "
-            f"is in {answer[:40]!r}, so the model would learn to say nothing. model.chat_template=FILE gives one "
+            f"is in {answer[:40]!r}, so the model would learn to say nothing. model.chat_template=chatml gives one "
             "that does."
         )
 
@@ -609,8 +638,7 @@ def encode_replies(tok: Any, replies: Sequence[Reply]) -> list[list[int]]:
             raise DataError(
                 f"The chat template rewrites an answer once it is replied to: token {n} is "
                 f"{tok.decode(a[n : n + 1])!r} at first and {tok.decode(b[n : n + 1])!r} then, so the tokens that were "
-                "drawn would not be those that are read. Another template keeps them: model.chat_template=FILE, or "
-                "episodes.chatml=true."
+                "drawn would not be those that are read. Another template keeps them: model.chat_template=chatml."
             )
         out.append(letters.read(after[len(kept) :], True))
     return out
@@ -630,7 +658,7 @@ def speaks_chat(tok: Any, setting: bool | str = "auto") -> bool:
     if setting is True and not there:
         raise DataError(
             "data.as_chat is true, but the tokenizer has no chat template that plain prompts could go through: give "
-            "model.chat_template=FILE, or leave it out."
+            "model.chat_template=chatml, or leave it out."
         )
     if setting != "auto" or not there:
         return bool(setting) and there

@@ -8,7 +8,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import copy_context
 from functools import partial
 from typing import Any, TypeVar
@@ -22,8 +22,8 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 # %% auto #0
-__all__ = ['SMALL', 'HUGE', 'workers_for', 'workers_of_size', 'alone', 'spread', 'apart', 'replica_of', 'balance', 'Replicas',
-           'draws_numbers']
+__all__ = ['SMALL', 'HUGE', 'workers_for', 'workers_of_size', 'alone', 'alone_if_small', 'spread', 'apart', 'replica_of',
+           'balance', 'Replicas', 'draws_numbers']
 
 # %% ../../nbs/fast/workers.ipynb #7bb3b47c
 SMALL = 1_000_000  # parameters; from here on, cores take batches of their own
@@ -82,6 +82,18 @@ def alone() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def alone_if_small(model: nn.Module) -> AbstractContextManager[None]:
+    """`alone` for a small model on a CPU: its products are too short to be cut, and where other programs use the cores,
+    threads that wait for each other at every product cost twenty times the work.
+
+    Args:
+        model: that will be computed inside.
+    """
+    parameters = list(model.parameters())
+    small = sum(p.numel() for p in parameters) < SMALL and all(p.device.type == "cpu" for p in parameters)
+    return alone() if small else nullcontext()
 
 
 def spread(run: Callable[[_Item], _Result], items: Sequence[_Item], workers: int) -> list[_Result]:

@@ -183,7 +183,7 @@ def read_run(place: str | Path) -> Told:
 
 # %% ../../nbs/hub/card.ipynb #8acc1fc3
 _SHOWN = (
-    "reward", "KL to the reference (nats per answer)", "loss", "chosen over rejected", "implicit rewards",
+    "reward", "KL to the start, nats per answer", "loss", "chosen over rejected", "implicit rewards",
     "tokens of an answer", "entropy",
 )  # fmt: skip
 _CLAIMS = (("objective/scores", True), ("rewards/margins", True), ("loss", False))  # metric, and whether more is better

@@ -2,7 +2,7 @@
 
 import rlhf_nb.learn.more_exercises  # registers the later lessons' exercises
 from rlhf_nb.learn.checks import EXERCISES, check, grade, hint, submit
-from rlhf_nb.learn.exercises import quiz, start
+from rlhf_nb.learn.exercises import course_command, quiz, start
 from rlhf_nb.learn.figure import Figure
 
-__all__ = ["EXERCISES", "Figure", "check", "grade", "hint", "quiz", "start", "submit"]
+__all__ = ["EXERCISES", "Figure", "check", "course_command", "grade", "hint", "quiz", "start", "submit"]

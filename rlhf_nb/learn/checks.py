@@ -9,9 +9,13 @@ import inspect
 import json
 import math
 import os
+import pickle
 import random
+import re
+import statistics
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 import warnings
@@ -23,8 +27,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
-from ..core import ConfigError, DataError, derive_seed, did_you_mean
+from ..core import ConfigError, DataError, derive_seed, did_you_mean, t_share
 from ..files import write_whole
+from ..sandbox.runner import fence_in
 from ..untrusted import json_value
 
 # %% auto #0
@@ -37,7 +42,7 @@ class Exercise:
     """A question whose answer is a function.
 
     Args:
-        lesson: its number.
+        lesson: its number; a letter for a lab.
         task: one sentence.
         cases: from a random generator to the arguments of one call after the other, small ones first.
         truth: the right function.
@@ -46,7 +51,7 @@ class Exercise:
         tolerance: absolute and relative, of numbers.
     """
 
-    lesson: int
+    lesson: int | str
     task: str
     cases: Callable[[random.Random], Iterable[tuple[Any, ...]]]
     truth: Callable[..., Any]
@@ -128,16 +133,26 @@ def judge(exercise: Exercise, answer: Any, seed: int) -> CheckResult:
         if inspect.signature(exercise.truth).parameters:
             return CheckResult("wrong", f"The answer is a function; yours is {_shown(answer)}.")
         value, answer = answer, lambda: value
-    cases = list(exercise.cases(random.Random(derive_seed("exercise", seed))))
-    for args in cases:
-        got, truth = _call(answer, args), exercise.truth(*copy.deepcopy(args))
+    cases = _cases(exercise, seed)
+    return _compared(exercise, cases, [_call(answer, args) for args in cases])
+
+
+def _cases(exercise: Exercise, seed: int) -> list[tuple[Any, ...]]:
+    """The arguments of the calls."""
+    return list(exercise.cases(random.Random(derive_seed("exercise", seed))))
+
+
+def _compared(exercise: Exercise, cases: Sequence[tuple[Any, ...]], outcomes: Sequence[Outcome]) -> CheckResult:
+    """What the outcomes of all cases come to."""
+    for args, got in zip(cases, outcomes, strict=True):
+        truth = exercise.truth(*copy.deepcopy(args))
         if got.fault or not same(got.value, truth, exercise.tolerance):
-            return _why_not(exercise, answer, cases, args, got, truth)
+            return _why_not(exercise, cases, outcomes, args, got, truth)
     return CheckResult("right", f"{len(cases)} random cases agree." if len(cases) > 1 else "")
 
 
 def _why_not(
-    exercise: Exercise, answer: Callable[..., Any], cases: Sequence[tuple[Any, ...]], args: tuple[Any, ...],
+    exercise: Exercise, cases: Sequence[tuple[Any, ...]], outcomes: Sequence[Outcome], args: tuple[Any, ...],
     got: Outcome, truth: Any,
 ) -> CheckResult:  # fmt: skip
     """The misconception, if the answer makes it everywhere; else the smallest failing case."""
@@ -147,7 +162,7 @@ def _why_not(
     if got.value is None:
         return CheckResult("wrong", f"For {called} your function returned nothing: is a `return` missing?")
     for says, slip in exercise.slips.items():
-        if all(same(_call(answer, c).value, _call(slip, c).value, exercise.tolerance) for c in cases):
+        if all(same(o.value, _call(slip, c).value, exercise.tolerance) for c, o in zip(cases, outcomes)):
             return CheckResult("nearly", says)
     if not args:  # a value was asked for: say how near it is, not what it is
         parts = sum(same(got.value.get(k), v) for k, v in truth.items()) if isinstance(got.value, Mapping) else 0
@@ -238,22 +253,67 @@ def submit(student: str, file: str | Path | None = None) -> Path:
     return target
 
 
-_RUN = """
-import json, math, random, sys
-import torch
-import torch.nn.functional as F
-from torch import tensor
-from rlhf_nb.learn.checks import exercise, judge
-name, code, seed = json.load(sys.stdin)
-space = dict(globals())
-exec(code, space)
-made = [v for k, v in space.items() if k not in globals() and callable(v)]
-print(judge(exercise(name), made[-1] if made else space.get(name), seed).kind, end="")
-"""
+def _answers() -> None:
+    """(in the child) Run the code on all cases and write down what it gave; truth and verdict are elsewhere."""
+    name, code, cases, seconds = pickle.load(sys.stdin.buffer)
+    out, spare = os.fdopen(os.dup(1), "w"), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(spare, 1)
+    known: dict[str, Any] = {
+        "math": math,
+        "random": random,
+        "statistics": statistics,
+        "torch": torch,
+        "np": np,
+        "numpy": np,
+    }
+    known |= {"F": torch.nn.functional, "tensor": torch.tensor, "Tensor": torch.Tensor, "re": re, "copy": copy}
+    known |= {"json": json, "t_share": t_share, "__name__": "answer"}
+    for module in [m for m in sys.modules if m.startswith("rlhf_nb.learn")]:
+        sys.modules[module] = None  # type: ignore[assignment]
+    EXERCISES.clear()
+    fence_in(seconds)
+    space = dict(known)
+    exec(code, space)
+    made = [v for k, v in space.items() if k not in known and callable(v)]
+    answer = made[-1] if made else lambda: space.get(name)
+    json.dump([_written(*_call(answer, args)) for args in cases], out)
+    out.flush()
+    os._exit(0)
+
+
+def _written(value: Any, fault: str = "") -> Any:
+    """A value as JSON; what is no number, text, list, dictionary or tensor becomes the name of its kind."""
+    if fault:
+        return {"fault": fault}
+    if isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
+        return {"tensor" if isinstance(value, torch.Tensor) else "list": _written(value.tolist())}
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": str(value)}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_written(x) for x in value]
+    if isinstance(value, dict):
+        return {"dict": [[_written(k), _written(v)] for k, v in value.items()]}
+    return {"kind": type(value).__name__}
+
+
+def _read(x: Any) -> Any:
+    """The value that `_written` wrote, or that a child pretends it wrote."""
+    if isinstance(x, list):
+        return [_read(y) for y in x]
+    if not isinstance(x, dict):
+        return x
+    ((kind, inner),) = x.items()
+    makers: dict[str, Callable[[Any], Any]] = {"tensor": torch.tensor, "float": float, "list": lambda v: v}
+    return dict(_read(inner)) if kind == "dict" else makers[kind](_read(inner))
 
 
 def run_again(name: str, code: str, seed: int, seconds: float = 60.0) -> str:
-    """Run a submitted answer in a process of its own: "right", "nearly", "wrong", "crashed" or "too long".
+    """Run a submitted answer: "right", "nearly", "wrong", "crashed" or "too long".
+
+    The code runs in a process of its own, behind the sandbox's fences where this machine has them. That process is
+    given the cases and gives back values; they are compared here, so that it can't say what the verdict is.
 
     Args:
         name: of the exercise.
@@ -261,15 +321,26 @@ def run_again(name: str, code: str, seed: int, seconds: float = 60.0) -> str:
         seed: of the cases.
         seconds: time limit.
     """
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", _RUN], input=json.dumps([name, code, seed]), capture_output=True, text=True,
-            timeout=seconds,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return "too long"
-    last = done.stdout.split()[-1:] or ["crashed"]
-    return last[0] if done.returncode == 0 and last[0] in ("right", "nearly", "wrong") else "crashed"
+    asked = exercise(name)
+    cases = _cases(asked, seed)
+    command = [sys.executable, "-c", "from rlhf_nb.learn.checks import _answers; _answers()"]
+    with tempfile.TemporaryFile() as told, tempfile.TemporaryDirectory() as folder:
+        pipes: dict[str, Any] = {"stdout": told, "stderr": subprocess.DEVNULL, "cwd": folder}
+        path = os.pathsep.join([str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")])
+        given = pickle.dumps((name, code, cases, seconds))
+        try:
+            env = os.environ | {"PYTHONPATH": path.rstrip(os.pathsep), "HOME": folder, "OMP_NUM_THREADS": "1"}
+            done = subprocess.run(command, input=given, env=env, timeout=seconds, **pipes)
+        except subprocess.TimeoutExpired:
+            return "too long"
+        told.seek(0)
+        try:
+            rows = json_value(told.read(1 << 20))
+            faults = [str(row["fault"]) if isinstance(row, dict) and "fault" in row else "" for row in rows]
+            outcomes = [Outcome(None if fault else _read(row), fault) for row, fault in zip(rows, faults)]
+            return _compared(asked, cases, outcomes).kind if done.returncode == 0 else "crashed"
+        except (ValueError, TypeError, KeyError, RuntimeError):  # it wrote no values, or not one for each case
+            return "crashed"
 
 
 def grade(folder: str | Path, file: str | Path | None = None, seed: int | None = None) -> Path:

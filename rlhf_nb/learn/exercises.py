@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from importlib import resources
 from typing import Any
@@ -16,17 +16,17 @@ from torch import Tensor
 
 from ..core import ConfigError
 from ..evaluate.intervals import mean_interval
-from .checks import EXERCISES, Exercise, CheckResult, progress
+from .checks import EXERCISES, Exercise, CheckResult, grade, progress, submit
 from .world import LessonWorld
 from ..losses.advantages import rloo_baseline
 from ..untrusted import parse_yaml
 
 # %% auto #0
-__all__ = ['lessons', 'add_exercise', 'start', 'quiz']
+__all__ = ['lessons', 'add_exercise', 'start', 'progress_told', 'course_command', 'quiz']
 
 # %% ../../nbs/learn/exercises.ipynb #3812fe7e
 @lru_cache(maxsize=1)
-def lessons() -> dict[int, dict[str, Any]]:
+def lessons() -> dict[int | str, dict[str, Any]]:
     """By number: `title`, `exercises` (`task`, `slips`, `hints` of each), `quiz` (`ask`, `options`, `right`, `why`)."""
     return dict(parse_yaml((resources.files("rlhf_nb") / "learn" / "lessons.yaml").read_text(encoding="utf-8")))
 
@@ -46,18 +46,18 @@ def add_exercise(
     EXERCISES[name] = Exercise(n, words["task"], cases, truth, said, tuple(words["hints"]), tolerance)
 
 
-def _lesson(n: int) -> dict[str, Any]:
+def _lesson(n: int | str) -> dict[str, Any]:
     """A lesson's entry."""
     if n not in lessons():
         raise ConfigError(f"lesson: there is no {n!r}; there are {', '.join(map(str, lessons()))}.")
     return lessons()[n]
 
 
-def start(n: int, model: str = "toy", seed: int = 0) -> LessonWorld:
+def start(n: int | str, model: str = "toy", seed: int = 0) -> LessonWorld:
     """Begin a lesson: its world, and how far you are.
 
     Args:
-        n: the lesson's number.
+        n: the lesson's number; "A" for the lab.
         model: "toy", or a hub name or folder whose model plays the part of `sft`.
         seed: of prompts and answers.
 
@@ -66,11 +66,49 @@ def start(n: int, model: str = "toy", seed: int = 0) -> LessonWorld:
     """
     title, names = _lesson(n)["title"], [name for name, e in EXERCISES.items() if e.lesson == n]
     solved = sum(progress().get(name, {}).get("kind") == "right" for name in names)
-    print(f"Lesson {n}: {title}{'' if title[-1] == '?' else '.'} Exercises solved: {solved} of {len(names)}.")
+    what, end = "Lesson" if isinstance(n, int) else "Lab", "" if title[-1] == "?" else "."
+    print(f"{what} {n}: {title}{end} Exercises solved: {solved} of {len(names)}.")
     return LessonWorld(model, seed)
 
 
-def quiz(n: int, answers: str = "") -> None:
+def progress_told() -> str:
+    """How far you are: each lesson, and what became of its exercises."""
+    kept, lines = progress(), list[str]()
+    for n, lesson in lessons().items():
+        kinds = {name: kept.get(name, {}).get("kind", "–") for name in lesson["exercises"]}
+        solved = sum(kind == "right" for kind in kinds.values())
+        found = ", ".join(f"{name} {kind}" for name, kind in kinds.items())
+        lines.append(f"{n:2} {lesson['title']}: {solved} of {len(kinds)} ({found})")
+    return "\n".join(lines)
+
+
+def course_command(words: Sequence[str]) -> str:
+    """What `rlhf-nb learn` says.
+
+    Args:
+        words: none: how far you are; `quiz N`, with your letters or without; `submit NAME`; `grade FOLDER`.
+
+    Raises:
+        ConfigError: other words.
+    """
+    verb, rest = (words[0], words[1:]) if words else ("", [])
+    if not verb:
+        return progress_told()
+    if verb == "quiz" and rest:
+        quiz(int(rest[0]) if rest[0].isdigit() else rest[0].upper(), " ".join(rest[1:]))
+        return ""
+    if verb == "submit" and len(rest) == 1:
+        return f"{submit(rest[0])} is for your teacher."
+    if verb == "grade" and len(rest) == 1:
+        made = grade(rest[0])
+        return f"{made.read_text(encoding='utf-8')}This is in {made}."
+    raise ConfigError(
+        f"learn: {' '.join(words)!r} is none of: quiz N, quiz N LETTERS, submit NAME, grade FOLDER. Without a word it "
+        "says how far you are."
+    )
+
+
+def quiz(n: int | str, answers: str = "") -> None:
     """Five questions about a lesson; with your answers, what is right and why.
 
     Args:

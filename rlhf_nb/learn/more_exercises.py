@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 import statistics
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from ..core import t_share
 from ..evaluate.intervals import holm
+from ..evaluate.policy import wilson_interval
 from .exercises import add_exercise
 from ..losses.advantages import gae
 from ..losses.preference import PairLogps, dpo
@@ -281,6 +283,75 @@ add_exercise(
     lambda scores, ended, penalty: [s if e else s + penalty for s, e in zip(scores, ended)],
 )  # fmt: skip
 
+# %% ../../nbs/learn/more_exercises.ipynb #2008d6e0
+def _slopes(rng: random.Random) -> Iterator[tuple[Any, ...]]:
+    """Probabilities of answers, what the proxy and what gold gives for each."""
+    yield torch.tensor([0.5, 0.5]), torch.tensor([0.0, 2.0]), torch.tensor([1.0, 0.0])
+    for n in (2, 3, 4, 5):
+        yield _shared_out(rng, n), *(torch.tensor([rng.gauss(0, 2) for _ in range(n)]) for _ in range(2))
+
+
+def _covariance(p: Tensor, proxy: Tensor, gold: Tensor) -> float:
+    """Of proxy and gold under p."""
+    return float((p * proxy * gold).sum() - (p * proxy).sum() * (p * gold).sum())
+
+
+def _saved(rng: random.Random) -> Iterator[tuple[Any, ...]]:
+    """Checkpoints (step, proxy, KL) and a budget; in one case all are too far."""
+    yield [(6, 0.5, 1.0), (12, 0.4, 2.0), (18, 0.9, 5.0)], 3.0
+    for n, inside in ((4, 3), (5, 3), (6, 4), (4, 0), (8, 5)):
+        kls = [round(0.3 + 0.4 * i + 0.3 * rng.random(), 2) for i in range(n)]
+        proxies = [round(rng.random(), 3) for _ in range(n)]
+        best = rng.randrange(max(1, inside - 1))  # neither the last within the budget nor the best of all
+        proxies[best], proxies[-1] = 1.1, 1.2
+        yield [(6 * (i + 1), x, kl) for i, (x, kl) in enumerate(zip(proxies, kls))], 0.3 + 0.4 * inside - 0.02
+
+
+def _kept(saved: list[tuple[int, float, float]], budget: float) -> int | None:
+    """The step with the highest proxy within the budget."""
+    return max(((proxy, step) for step, proxy, kl in saved if kl <= budget), default=(0.0, None))[1]
+
+
+def _looked_at(rng: random.Random) -> Iterator[tuple[Any, ...]]:
+    """Steps of a run, gold only in some of them, and over how many looks a rise counts."""
+    yield [{"step": 1, "proxy": 0.1, "gold": 1.0}, {"step": 2, "proxy": 0.3}, {"step": 3, "proxy": 0.2, "gold": 0.5}], 1
+    for every, window in ((2, 1), (3, 1), (2, 2), (3, 2), (2, 3)):
+        rows = [{"step": float(i), "proxy": round(0.1 * i + rng.gauss(0, 0.2), 2)} for i in range(1, 19)]
+        for row in rows[::every]:
+            row["gold"] = round(rng.gauss(-0.5, 1), 2)
+        yield rows, window
+
+
+def _parted(steps: list[dict[str, float]], window: int, gold: Any = lambda a, b: b["gold"] < a["gold"]) -> list[float]:
+    """Steps at which the proxy has risen and gold fallen since `window` rows before."""
+    both = zip(steps, steps[window:])
+    return [b["step"] for a, b in both if b["proxy"] > a["proxy"] and gold(a, b)]
+
+
+def _looks(steps: list[dict[str, float]]) -> list[dict[str, float]]:
+    """Steps at which gold was looked at."""
+    return [s for s in steps if "gold" in s]
+
+
+add_exercise(
+    "gold_slope", _slopes, _covariance,
+    lambda p, r, g: (p * r * g).sum().item(),
+    lambda p, r, g: _covariance(torch.full_like(p, 1 / len(p)), r, g),
+    lambda p, r, g: _covariance(p, r, g) / math.sqrt(_covariance(p, r, r) * _covariance(p, g, g)),
+)  # fmt: skip
+add_exercise(
+    "keep_within", _saved, _kept,
+    lambda saved, budget: max(saved, key=lambda s: s[1])[0],
+    lambda saved, budget: max((step for step, _, kl in saved if kl <= budget), default=None),
+    lambda saved, budget: next((step for step, _, kl in saved if kl > budget), None),
+)  # fmt: skip
+add_exercise(
+    "parted", _looked_at, lambda steps, window: _parted(_looks(steps), window),
+    lambda steps, window: _parted(steps, window, lambda a, b: b.get("gold", 0.0) < a.get("gold", 0.0)),
+    lambda steps, window: _parted(steps, window, lambda a, b: "gold" in a and "gold" in b and b["gold"] < a["gold"]),
+    lambda steps, window: _parted(_looks(steps), window, lambda a, b: b["gold"] > a["gold"]),
+)  # fmt: skip
+
 # %% ../../nbs/learn/more_exercises.ipynb #66d9957c
 def _four_logps(rng: random.Random) -> Iterator[tuple[Any, ...]]:
     """Log-probs of a pair under policy and reference, and β."""
@@ -410,4 +481,131 @@ add_exercise(
     lambda a, b: _mean_and(a, b, math.sqrt((statistics.variance(a) + statistics.variance(b)) / len(a))),
     lambda a, b: _mean_and(a, b, _paired(a, b)[1] * math.sqrt(len(a))),
     lambda a, b: _mean_and(a, b, _paired(a, b)[1] * math.sqrt((len(a) - 1) / len(a))),
+)  # fmt: skip
+
+# %% ../../nbs/learn/more_exercises.ipynb #1eebc151
+def _solved(rng: random.Random) -> Iterator[tuple[Any, ...]]:
+    """Right answers of n to each question, n, and a share; each usual slip errs in some case, whatever is drawn."""
+    yield [1, 2], 2, 0.8
+    yield [0, 0, 8, 7], 8, 0.6
+    for n in (4, 6, 8):
+        right = [rng.randint(1, n - 2) for _ in range(5)]
+        exact, put_back = (_pass_at(right, n, 2, back) for back in (False, True))
+        yield right, n, (exact + put_back) / 2
+
+
+def _pass_at(right: list[int], n: int, k: int, put_back: bool = False) -> float:
+    """Share of questions that one of k answers solves, over all sets of k answers."""
+    missed = [(1 - c / n) ** k if put_back else math.comb(n - c, k) / math.comb(n, k) for c in right]
+    return 1 - statistics.fmean(missed)
+
+
+def _best_k(right: list[int], n: int, share: float, curve: Any = _pass_at) -> int | None:
+    """The smallest k whose pass@k reaches the share."""
+    return next((k for k in range(1, n + 1) if curve(right, n, k) >= share), None)
+
+
+def _dialogues(rng: random.Random) -> Iterator[tuple[Any, ...]]:
+    """Who says how many tokens, in turn."""
+    yield ([("user", 2), ("assistant", 1), ("tool", 2), ("assistant", 1)],)
+    for turns in (1, 2, 3):
+        said = [("user", rng.randint(1, 4))]
+        for _ in range(turns):
+            said += [("assistant", rng.randint(1, 3)), (rng.choice(("tool", "user")), rng.randint(1, 3))]
+        yield ([*said, ("assistant", rng.randint(1, 3))],)
+
+
+def _said_by(turns: list[tuple[str, int]], learns: Any) -> list[bool]:
+    """For each token, what `learns` says of its turn's number and speaker."""
+    return [bool(learns(i, who)) for i, (who, n) in enumerate(turns) for _ in range(n)]
+
+
+def _answers(rng: random.Random) -> Iterator[tuple[Any, ...]]:
+    """Answers to sums, and the right number."""
+    yield "7+8=15", 5
+    right, more = rng.randint(2, 9), rng.randint(11, 99)
+    yield from (("I don't know", right), (f"{more}+{right}={more + right}", right), (f"so {right} apples", right))
+    yield from ((f"{right}+{more}=1{more}", right), (f"{more}-{more - right}={right}", right), ("2+2=4", 4))
+
+
+def _numbers(text: str) -> list[int]:
+    """All numbers of a text."""
+    return [int(x) for x in re.findall(r"\d+", text)]
+
+
+add_exercise(
+    "best_k", _solved, _best_k,
+    lambda right, n, share: _best_k(right, n, share, lambda r, n, k: 1 - (1 - sum(r) / len(r) / n) ** k),
+    lambda right, n, share: _best_k(right, n, share, lambda r, n, k: _pass_at(r, n, k, put_back=True)),
+)  # fmt: skip
+add_exercise(
+    "which_learn", _dialogues, lambda turns: _said_by(turns, lambda i, who: who == "assistant"),
+    lambda turns: _said_by(turns, lambda i, who: i > 0),
+    lambda turns: _said_by(turns, lambda i, who: i == len(turns) - 1),
+    lambda turns: _said_by(turns, lambda i, who: who != "tool"),
+)  # fmt: skip
+add_exercise(
+    "verifier", _answers, lambda text, answer: float(_numbers(text)[-1:] == [answer]),
+    lambda text, answer: float(str(answer) in text),
+    lambda text, answer: float(answer in _numbers(text)),
+    lambda text, answer: float(text.endswith(str(answer))),
+)  # fmt: skip
+
+# %% ../../nbs/learn/more_exercises.ipynb #a1b0c0d2
+def _asked_twice(rng: random.Random) -> Iterator[tuple[Any, ...]]:
+    """A judge's probabilities that answer a is better: with a shown first, with a shown second."""
+    yield [0.9, 0.6], [0.7, 0.4]
+    for n in (3, 5, 8):
+        liking = [rng.random() * 0.6 + 0.2 for _ in range(n)]
+        yield [x + 0.15 * rng.random() for x in liking], [x - 0.15 * rng.random() - 0.02 for x in liking]
+
+
+def _rates(rng: random.Random) -> Iterator[tuple[Any, ...]]:
+    """Shares of right verdicts, and how narrow their interval shall be."""
+    yield 0.8, 0.2
+    yield from ((round(0.6 + 0.35 * rng.random(), 2), width) for width in (0.3, 0.1, 0.06, 0.04))
+
+
+def _enough(rate: float, width: float, wald: bool = False) -> int:
+    """The smallest number of labels whose 95 % interval is narrower."""
+    for n in range(1, 100_000):
+        low, high = wilson_interval(rate, n)
+        if (2 * 1.959964 * math.sqrt(rate * (1 - rate) / n) if wald else high - low) < width:
+            return n
+    return 0
+
+
+def _too_sure(rng: random.Random) -> Iterator[tuple[Any, ...]]:
+    """Logits of verdicts that are surer than they should be (or less sure), and which were right about a."""
+    yield torch.tensor([2.0, 2.0, 2.0, -2.0]), torch.tensor([1.0, 1.0, 0.0, 0.0])
+    for spread in (3.0, 0.5, 2.0):
+        logits = torch.tensor([rng.gauss(0, 1) * 2 for _ in range(40)])
+        labels = torch.tensor([float(rng.random() < _sigmoid(x)) for x in logits.tolist()])
+        yield spread * logits, labels
+
+
+def _cooled(logits: Tensor, labels: Tensor, squared: bool = False) -> float:
+    """The temperature at which the verdicts' loss is least, by search on a logarithmic scale."""
+    grid = torch.logspace(-1.5, 1.5, 6001)
+    chances = torch.sigmoid(logits / grid[:, None])
+    loss = (chances - labels).square() if squared else -torch.where(labels > 0.5, chances, 1 - chances).log()
+    return float(grid[loss.mean(1).argmin()])
+
+
+add_exercise(
+    "fair", _asked_twice, lambda first, second: statistics.fmean((f - s) / 2 for f, s in zip(first, second)),
+    lambda first, second: statistics.fmean(first) - 0.5,
+    lambda first, second: statistics.fmean((f + s) / 2 for f, s in zip(first, second)) - 0.5,
+    lambda first, second: statistics.fmean(float((f > 0.5) != (s > 0.5)) for f, s in zip(first, second)),
+)  # fmt: skip
+add_exercise(
+    "enough", _rates, _enough,
+    lambda rate, width: _enough(rate, width, wald=True),
+    lambda rate, width: _enough(rate, 2 * width),
+)  # fmt: skip
+add_exercise(
+    "temperature", _too_sure, _cooled,
+    lambda logits, labels: 1 / _cooled(logits, labels),
+    lambda logits, labels: _cooled(logits, labels, squared=True),
+    tolerance=1e-2,
 )  # fmt: skip

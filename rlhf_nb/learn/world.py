@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..config import ModelConfig
 from ..core import ConfigError, check_choice, decide_precision
-from ..data import toy
+from ..data import legs, toy
 from ..models.heads import RewardModel, ScalarHead
 from ..models.load import load_causal_lm, load_tokenizer
 from ..rollout.sampler import draw
@@ -31,6 +31,7 @@ SHIPPED = {
     "reward": "has read 3,200 choices of labellers",
     "ppo": "pleased the reward model, and paid for drift",
     "hacked": "pleased the reward model at any price",
+    "adder": "adds on a clock with ten hours, step by step, and slips",
 }
 
 
@@ -52,7 +53,7 @@ def shipped_model(role: str) -> nn.Module:
     from safetensors.torch import load_file
 
     check_choice("role", role, SHIPPED, ConfigError)
-    net = toy.build_model(0)
+    net = legs.build_model(0) if role == "adder" else toy.build_model(0)
     model = RewardModel(net.model, ScalarHead(net.config.hidden_size)) if role == "reward" else net
     weights = {name: w.float() for name, w in load_file(_shipped() / f"{role}.safetensors").items()}
     missing, unknown = model.load_state_dict(weights, strict=False)

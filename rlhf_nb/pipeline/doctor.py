@@ -96,7 +96,7 @@ def check_special_tokens(tokenizer: Any, dialogues: bool = False) -> list[Findin
     out = [_check_pad(tokenizer)]
     if dialogues and not tokenizer.chat_template:
         why = "the data are messages, and without a template nobody can say how a turn is written"
-        fix = "give model.chat_template=FILE"
+        fix = "give model.chat_template=chatml"
         out.append(Finding("error", "the tokenizer has no chat template", why, fix))
     elif dialogues:
         out.append(Finding("ok", "the tokenizer has a chat template", "messages are written as the model expects them"))

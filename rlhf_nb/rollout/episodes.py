@@ -25,11 +25,11 @@ from ..core import ConfigError, DataError, derive_seed, did_you_mean
 from ..data.formats import Message
 from ..data.shapes import DataNote
 from ..data.sources import tokenize_prompts
-from ..data.templates import Reply, encode_prompts, encode_replies, set_chat_template
+from ..data.templates import CHATML, Reply, encode_prompts, encode_replies, set_chat_template
 from ..fast.support import unwrapped
 from .backends import Request, Sampler
 from .sampler import addresses, earlier, pad_id
-from .tools import CHATML, Call, Tools, begin, call_form, parse_calls
+from .tools import Call, Tools, begin, call_form, parse_calls
 from ..types import Completions, PromptBatch, Rollout
 from ..untrusted import mend
 
@@ -194,8 +194,14 @@ def environment_kinds(environment: Any, tools: Iterable[Callable[..., Any]] = ()
     Args:
         environment: a class, a function that makes one, a dict of these, or None.
         tools: as in `environment_kind`.
+
+    Raises:
+        ConfigError: tools are no list of functions; see `environment_kind`.
     """
-    given = list(tools)
+    one = callable(tools) or isinstance(tools, str | Mapping) or not isinstance(tools, Iterable)
+    given: list[Any] = [tools] if one else list(tools)
+    if wrong := [f for f in given if not callable(f)]:
+        raise ConfigError(f"tools is {tools!r:.80}, and {wrong[0]!r:.40} can't be called: write tools=[FUNCTION, ...].")
     if isinstance(environment, Mapping):
         return {str(k): environment_kind(make, given, str(k)) for k, make in environment.items()}
     return {None: environment_kind(environment, given)}
@@ -354,7 +360,7 @@ class Episodes(Sampler):
         inner: draws the turns.
         kinds: of environments, as `environment_kinds` says.
         config: limits.
-        tokenizer: with a chat template; one without gets `tools.CHATML` where there are tools, or a plain one.
+        tokenizer: with a chat template; one without gets `templates.CHATML` where there are tools, or a plain one.
         window: most tokens of a row; None: no limit.
 
     Raises:
@@ -387,7 +393,7 @@ class Episodes(Sampler):
                 raise
             raise ConfigError(
                 f"the chat template has no place for tools, so the model would never see {names[0]!r}: "
-                "episodes.chatml=true writes dialogues in ChatML, which has, or give model.chat_template=FILE."
+                "model.chat_template=chatml (or episodes.chatml=true) has one."
             ) from e
         said: list[list[Message]] = [[{"role": "user", "content": "b"}]] if kind.ours else []
         said += [[{"role": "tool", "name": names[0], "tool_call_id": _call_id(0), "content": "b"}]] if names else []

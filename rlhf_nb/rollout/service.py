@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,19 +16,26 @@ from ..config import StrictConfig, option
 from ..core import stops_at_once
 from ..losses.kl import kl_terms
 from .tools import begin
+from .workers import Drawn, Workers
 from ..types import Rollout
 
 # %% auto #0
-__all__ = ['RolloutsConfig', 'Scored', 'StepTicket', 'Rollouts', 'staleness']
+__all__ = ['RolloutsConfig', 'Scored', 'StepTicket', 'future_of', 'Rollouts', 'staleness']
 
 # %% ../../nbs/rollout/service.ipynb #5e710005
+_T = TypeVar("_T")
+
+
 class RolloutsConfig(StrictConfig):
-    """How far acting may run ahead of learning."""
+    """How far acting may run ahead of learning, and where it happens."""
 
     lag: int = option(
         0,
         "steps between the weights that draw answers and those that learn from them, while rewards wait; 0: none",
         ge=0,
+    )
+    workers: int = option(
+        0, "processes that draw answers beside the learner, one thread each; 0: the learner draws", ge=0
     )
     at_once: int | None = option(None, "steps whose rewards are asked for at the same time; null: all", ge=1)
 
@@ -50,12 +57,24 @@ class StepTicket:
     number: int  # of the step that learns from it, from 0
     version: int  # of the weights that drew it: steps that had been done
     temperature: float  # at which it was drawn
-    drawn: Rollout  # as the sampler returned it
+    drawing: Future[Drawn]
     said: Future[Scored] | None = None  # None: not asked, or in vain
 
     def rollout(self) -> Rollout:
         """The answers, to be filled in."""
         return replace(self.drawn, columns=dict(self.drawn.columns))
+
+    @property
+    def drawn(self) -> Rollout:
+        """The answers as the sampler returned them; waits for them."""
+        return self.drawing.result().rollout
+
+
+def future_of(value: _T) -> Future[_T]:
+    """A future whose result is there."""
+    future: Future[_T] = Future()
+    future.set_result(value)
+    return future
 
 # %% ../../nbs/rollout/service.ipynb #5e710006
 class Rollouts:
@@ -64,31 +83,29 @@ class Rollouts:
     Args:
         ask: gives the rewards of a rollout; each call has a thread of its own.
         at_once: most tickets that are asked about at the same time; 0: in the caller's thread, before it goes on.
+        workers: processes that draw; None: the learner draws.
     """
 
-    def __init__(self, ask: Callable[[Rollout], Scored], at_once: int) -> None:
-        self.ask, self.at_once = ask, at_once
+    def __init__(self, ask: Callable[[Rollout], Scored], at_once: int, workers: Workers | None = None) -> None:
+        self.ask, self.at_once, self.workers = ask, at_once, workers
         self.tickets: dict[int, StepTicket] = {}
 
     def begin(self, ticket: StepTicket) -> None:
         """Take in a ticket that is drawn, and ask for its rewards."""
         self.tickets[ticket.number] = ticket
-        self._ask(ticket)
+        if self.at_once or ticket.drawing.done():
+            self._ask(ticket)
 
     def _ask(self, ticket: StepTicket) -> Future[Scored]:
-        """Ask for a ticket's rewards, once those that are `at_once` tickets older are there."""
-        number, seen = ticket.number - self.at_once, ticket.rollout()
+        """Ask for a ticket's rewards, once it is drawn, and those that are `at_once` tickets older are there."""
+        number = ticket.number - self.at_once
         before = [t.said for n, t in self.tickets.items() if n <= number and t.said is not None]
 
         def work() -> Scored:
             wait(before)
-            return self.ask(seen)
+            return self.ask(ticket.rollout())
 
-        ticket.said = Future()
-        if self.at_once:
-            ticket.said = begin(work, math.inf)
-        else:
-            ticket.said.set_result(self.ask(seen))
+        ticket.said = begin(work, math.inf) if self.at_once else future_of(work())
         return ticket.said
 
     def said(self, ticket: StepTicket) -> Scored:
@@ -101,13 +118,19 @@ class Rollouts:
             ticket.said = None
             raise
 
-    def state_dict(self) -> list[dict[str, Any]]:
-        """All tickets, with their rewards, for which it waits; without, where they failed: they are asked for again."""
+    def state_dict(self, ends: Callable[[], object] = lambda: False) -> list[dict[str, Any]]:
+        """All tickets, with their rewards; without, where they failed, or were late: they are asked for again.
+
+        Args:
+            ends: whether the run was told to end; then late rewards aren't waited for.
+        """
         told = list[dict[str, Any]]()
         for t in self.tickets.values():
+            while t.said is not None and not (t.said.done() or ends()):
+                wait([t.said], 0.1)
             try:
-                said = None if t.said is None else t.said.result()._asdict()
-            except Exception:  # it is raised where the ticket is learnt from
+                said = None if t.said is None else t.said.result(0)._asdict()
+            except Exception:  # late, or a fault, which is raised where the ticket is learnt from
                 said = None
             columns = {k: v for k, v in t.drawn.columns.items() if k != "environments"}  # over, and no data
             drawn = replace(t.drawn, columns=columns).columns_dict()
@@ -125,13 +148,20 @@ class Rollouts:
         """
         self.tickets = {}
         for t in told:
-            ticket = StepTicket(t["number"], t["version"], t["temperature"], Rollout(**t["drawn"]).to(device))
+            drawn = Drawn(Rollout(**t["drawn"]).to(device))
+            ticket = StepTicket(t["number"], t["version"], t["temperature"], future_of(drawn))
             if (said := t["said"]) is not None:
-                ticket.said = Future()
                 here = {k: v.to(device) for k, v in said["parts"].items()}
                 steps = None if said["steps"] is None else tuple(x.to(device) for x in said["steps"])
-                ticket.said.set_result(Scored(said["scores"].to(device), here, steps, said["stats"], said["seconds"]))
+                ticket.said = future_of(Scored(said["scores"].to(device), here, steps, said["stats"], said["seconds"]))
             self.tickets[ticket.number] = ticket
+            if ticket.said is None and self.at_once:
+                self._ask(ticket)
+
+    def close(self) -> None:
+        """End the workers; what is drawn stays."""
+        if self.workers is not None:
+            self.workers.close()
 
 # %% ../../nbs/rollout/service.ipynb #5e71000c
 def staleness(now: Tensor, then: Tensor, mask: Tensor) -> dict[str, float]:

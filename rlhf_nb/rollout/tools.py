@@ -9,16 +9,18 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, MappingView, Sequence, Set
 from concurrent.futures import Future
 from functools import partial
+from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 from ..core import ConfigError, did_you_mean
 from ..untrusted import json_value, mend
 
 # %% auto #0
-__all__ = ['CallForm', 'CHATML', 'Call', 'tool_schema', 'call_form', 'parse_calls', 'begin', 'Result', 'Tools']
+__all__ = ['CallForm', 'Call', 'tool_schema', 'call_form', 'parse_calls', 'begin', 'Result', 'Tools']
 
 # %% ../../nbs/rollout/tools.ipynb #7e100007
 class Call(NamedTuple):
@@ -112,36 +114,6 @@ def parse_calls(text: str, form: CallForm = "hermes") -> tuple[list[Call], str |
         return [call for calls in each for call in calls], None
     return [], 'a call must be JSON: {"name": "...", "arguments": {...}}'
 
-
-CHATML = """{%- set system = messages[0]['content'] if messages[0]['role'] == 'system' else '' -%}
-{%- if tools or system -%}
-{{- '<|im_start|>system\\n' ~ system ~ ('\\n\\n' if tools and system else '') -}}
-{%- if tools -%}
-{{- 'You may call functions. These are there:\\n<tools>' -}}
-{%- for tool in tools -%}{{- '\\n' ~ (tool | tojson) -}}{%- endfor -%}
-{{- '\\n</tools>\\nTo call one, write:\\n<tool_call>\\n{"name": NAME, "arguments": {...}}\\n</tool_call>' -}}
-{%- endif -%}
-{{- eos_token ~ '\\n' -}}
-{%- endif -%}
-{%- for m in messages -%}
-{%- if m['role'] == 'system' and loop.first -%}
-{%- elif m['role'] == 'tool' -%}
-{{- '<|im_start|>user\\n' if loop.first or messages[loop.index0 - 1]['role'] != 'tool' else '\\n' -}}
-{{- '<tool_response>\\n' ~ m['content'] ~ '\\n</tool_response>' -}}
-{{- eos_token ~ '\\n' if loop.last or messages[loop.index0 + 1]['role'] != 'tool' else '' -}}
-{%- else -%}
-{{- '<|im_start|>' ~ m['role'] ~ '\\n' ~ m['content'] -}}
-{%- for c in m['tool_calls'] or [] -%}
-{%- set f = c['function'] if c['function'] is defined else c -%}
-{{- ('\\n' if m['content'] or not loop.first else '') ~ '<tool_call>\\n{"name": "' ~ f['name'] ~ '", "arguments": ' -}}
-{{- (f['arguments'] if f['arguments'] is string else (f['arguments'] | tojson)) ~ '}\\n</tool_call>' -}}
-{%- endfor -%}
-{{- eos_token ~ '\\n' -}}
-{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
-"""  # turns end in the tokenizer's EOS, which <|im_end|> is where there is one
-
 # %% ../../nbs/rollout/tools.ipynb #7e100013
 class _Loop:
     """Where the coroutines of tools run: one loop for the process, in a thread of its own."""
@@ -197,14 +169,33 @@ class Result(NamedTuple):
     failed: bool = False
 
 
+_MOST_ITEMS = 1000  # of a result that comes one by one
+_SEVERAL: Any = (Iterator, Set, MappingView, range, deque)
+
+
+def _plain(value: Any) -> Any:
+    """What JSON doesn't know as what it does: sets, and what comes one by one, as a list, the rest as its words."""
+    return list(islice(value, _MOST_ITEMS)) if isinstance(value, _SEVERAL) else str(value)
+
+
 def _as_text(value: Any) -> str:
     """A tool's result as the model reads it."""
     if isinstance(value, str):
         return value
     try:
-        return json.dumps(value, ensure_ascii=False, default=str)
+        return json.dumps(value, ensure_ascii=False, default=_plain)
     except (TypeError, ValueError, RecursionError):
         return str(value)
+
+
+def _called(f: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """The text of a call's result, or a coroutine that gives it; all of it is made in the tool's own thread."""
+
+    async def later() -> str:
+        return _as_text([x async for x in found] if inspect.isasyncgen(found) else await found)
+
+    found = f(**arguments)
+    return later() if inspect.isawaitable(found) or inspect.isasyncgen(found) else _as_text(found)
 
 
 class Tools:
@@ -234,7 +225,9 @@ class Tools:
             seconds: that each may take.
         """
         known, until = self.functions, time.monotonic() + seconds
-        begun = [begin(partial(known[c.name], **c.arguments), seconds) if c.name in known else None for c in calls]
+        begun = [
+            begin(partial(_called, known[c.name], c.arguments), seconds) if c.name in known else None for c in calls
+        ]
         return [self._result(c, future, until, seconds) for c, future in zip(calls, begun)]
 
     def _result(self, call: Call, future: Future[Any] | None, until: float, seconds: float) -> Result:
@@ -243,7 +236,7 @@ class Tools:
             hint = did_you_mean(call.name, self.functions, f"There are: {', '.join(self.functions) or 'none'}.")
             return Result(f"Error: there is no tool {call.name!r}. {hint}", True)
         try:
-            return Result(_as_text(future.result(max(0.0, until - time.monotonic()))))
+            return Result(future.result(max(0.0, until - time.monotonic())))
         except BaseException as e:
             if isinstance(e, KeyboardInterrupt) and not future.done():
                 raise

@@ -526,8 +526,9 @@ class Meter:
         out |= {f"perf/{name}_s": s for name, s in self.seconds.items()}
         if "generate" in self.seconds:
             out |= self._shares(wall)
-        if "wait_rewards" in self.seconds:  # by a step whose answers were drawn ahead
-            out["perf/learner_idle"] = self.seconds["wait_rewards"] / wall
+        waits = [self.seconds[k] for k in ("wait_answers", "wait_rewards") if k in self.seconds]
+        if waits:  # by a step whose answers were drawn ahead, or elsewhere
+            out["perf/learner_idle"] = sum(waits) / wall
         out["perf/stall_s"] = sum(self.seconds.get(name, 0.0) for name in self.STALLS)
         if torch.cuda.is_available():
             out["perf/cuda_peak_mb"] = torch.cuda.max_memory_allocated() / 2**20

@@ -40,6 +40,7 @@ from .lock import RunLock
 from .log import EventLog, History, Meter, RunDir, append_line
 from .overopt import stop_by
 from .state import Saves, checkpoint_job, condition, open_run
+from ..fast.workers import alone_if_small
 from ..scoring.packing import work
 from ..types import Batch, LossSum
 
@@ -412,7 +413,8 @@ def all_steps(run: Trainer) -> Iterator[GracefulStop]:
     run.failure, run.bad_in_a_row, run.history.stopped = None, 0, None
     run.ending.clear()
     try:
-        with GracefulStop(run.config.console and run.engine.is_main) as stop:
+        said = run.config.console and run.engine.is_main
+        with alone_if_small(run.method.module), GracefulStop(said) as stop:
             run.step_start.signals = stop
             run.step_start.remember()
             try:
@@ -432,6 +434,8 @@ def all_steps(run: Trainer) -> Iterator[GracefulStop]:
         raise
     finally:
         run.step_start.signals = None
+        if run.method.ahead is not None:
+            run.method.ahead.close()
         if not run.lock.lost:  # else the log is another run's
             with suppress(RunError):  # a full disk has been reported already
                 run.event("end", reason=run.history.stopped, updates=run.updates)

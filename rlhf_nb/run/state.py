@@ -43,7 +43,7 @@ from rlhf_nb.run.log import (
 
 # %% auto #0
 __all__ = ['run_state', 'restore', 'checkpoint_job', 'Saves', 'open_run', 'to_resume_from', 'clean_saves', 'condition',
-           'checkpoints_told', 'roll_back', 'keep_served']
+           'checkpoints_told', 'told_of_going_back', 'roll_back', 'keep_served']
 
 # %% ../../nbs/run/state.ipynb #c5470006
 def run_state(run: Any) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
@@ -66,8 +66,10 @@ def run_state(run: Any) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         "observers": run.observers.state_dict(), "config": plain_json(run.config.to_dict()),
     }  # fmt: skip
     if run.method.ahead is not None:
-        plain, tensors["ahead"] = split_state(run.method.ahead.state_dict())  # all of it in the one file, hashed
-        tensors["ahead"]["plain"] = torch.frombuffer(bytearray(json.dumps(plain).encode()), dtype=torch.uint8)
+        ends = lambda: run.step_start.signals and run.step_start.signals.requested
+        plain, ahead = split_state(run.method.ahead.state_dict(ends))  # each rank's own, all of it in one file, hashed
+        ahead["plain"] = torch.frombuffer(bytearray(json.dumps(plain).encode()), dtype=torch.uint8)
+        tensors[f"ahead-{engine.rank}"] = ahead
     return snapshot(tensors), meta
 
 
@@ -90,10 +92,15 @@ def restore(run: Any, tensors: Mapping[str, Any], meta: dict[str, Any]) -> int:
     run.observers.load_state_dict(meta.get("observers", []))
     run.method.load_state_dict(join_state(meta["method"], tensors["method"]))
     run.source.load_state_dict(join_state(meta["source"], tensors["source"]))
-    if "ahead" in tensors:
-        raw = tensors["ahead"]["plain"].numpy().tobytes()
-        plain = json_value(raw, len(raw), whole=False)
-        run.method.load_ahead(join_state(plain, dict(tensors["ahead"])))
+    if "ahead-0" in tensors:
+        if meta["world_size"] != engine.world_size:
+            raise CheckpointError(
+                f"the checkpoint holds answers that {meta['world_size']} process(es) drew ahead (rollouts.lag), "
+                f"each its own, and there are {engine.world_size} now: go on with as many."
+            )
+        ahead = dict(tensors[f"ahead-{engine.rank}"])
+        raw = ahead["plain"].numpy().tobytes()
+        run.method.load_ahead(join_state(json_value(raw, len(raw), whole=False), ahead))
     changes = config_changes(meta.get("config", {}), plain_json(run.config.to_dict())) if "config" in meta else []
     run.control.take_config(change.partition(": ")[0] for change in changes)
     run.step, run.updates, run.bad_in_a_row = int(meta["step"]), int(meta["updates"]), 0
@@ -391,6 +398,17 @@ def checkpoints_told(folder: str | Path) -> str:
     )
     words = f"there are checkpoints of step {', '.join(map(str, steps))}" if steps else "there is no checkpoint"
     return words + (f", and of a run that failed at step {failed[-1]}" if failed else "")
+
+
+def told_of_going_back(folder: Path, step: int | None, failed: bool = False) -> str:
+    """Roll a run back and say what has become of it; without a step, which there are."""
+    if step is None:
+        return f"{folder}: {checkpoints_told(folder)}."
+    aside = roll_back(folder, step, failed)
+    said = f"{folder} is at step {step} again; --resume goes on from there. What came after is in {aside}."
+    if (folder.parent / "config.yaml").exists():
+        said += "\nNote: stages of the pipeline that were built on this run's model are as they were."
+    return said
 
 
 def roll_back(folder: str | Path, step: int, failed: bool = False) -> Path:

@@ -28,7 +28,7 @@ from .inside import _judge, _program, receive, send, unpack
 from .verdict import translate_tests
 
 # %% auto #0
-__all__ = ['FENCES', 'SandboxResult', 'Sandbox']
+__all__ = ['FENCES', 'fence_in', 'SandboxResult', 'Sandbox']
 
 # %% ../../nbs/sandbox/runner.ipynb #ab9b2ebb
 def _limit(limits: dict[str, int]) -> None:
@@ -318,6 +318,23 @@ def _child(job: dict[str, Any], tests: int, tell: int) -> None:
     os.close(questions[1])
     say(f".{_at_end(program)} {int(at_end)}")
     os._exit(0)
+
+# %% ../../nbs/sandbox/runner.ipynb #7a3d0c51
+def fence_in(seconds: float, output_kb: int = 1024) -> list[str]:
+    """Put this process behind fences for good: from now on it reads libraries, writes into its working folder only, and
+    starts no process, thread or connection.
+
+    Args:
+        seconds: of CPU that are left to it.
+        output_kb: most of a file.
+
+    Returns:
+        The fences that stand; where neither "landlock" nor "seccomp" is among them, only Python's audit hook does.
+    """
+    arch, refused = _refused_calls(platform.machine())
+    job: dict[str, Any] = {"fences": ("landlock", "seccomp"), "arch": arch, "refused": refused}
+    job["limits"] = {"CPU": math.ceil(time.process_time() + seconds), "FSIZE": output_kb << 10, "CORE": 0}
+    return _enclose(job, _fenced_off(job)[0], judge=False)
 
 # %% ../../nbs/sandbox/runner.ipynb #7272a0d9
 @lru_cache(maxsize=1)

@@ -9,6 +9,7 @@ import time
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from functools import cached_property
@@ -20,7 +21,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from ..config import DataConfig, ModelConfig, OptimizerConfig, SamplingConfig, StrictConfig, option
-from ..core import ConfigError, derive_seed
+from ..core import CheckpointError, ConfigError, derive_seed, stops_at_once
 from ..data.sources import collate_prompts, tokenize_prompts
 from ..data.shapes import DataNote
 from ..data.worlds import toy_presets, world_of
@@ -37,11 +38,13 @@ from .environments import played, with_environment
 from .entries import from_entries, has_entries, load_models
 from ..models.load import disable_dropout, using_adapter
 from ..rewards.base import RewardModelFn, Rewards, RolloutScorer, apply_eos_penalty
-from ..rollout.backends import OurSampler, Sampler, make_sampler, needs_scoring, sampling_metrics
+from ..rollout.backends import OurSampler, Request, Sampler, make_sampler, needs_scoring, sampling_metrics
 from ..rollout.episodes import EnvironmentReward, EpisodeConfig, Kind, episode_metrics
 from ..rollout.sampler import earlier, eval_mode
-from ..rollout.service import Rollouts, RolloutsConfig, Scored, StepTicket, staleness
+from ..rollout.service import Rollouts, RolloutsConfig, Scored, StepTicket, future_of, staleness
+from ..rollout.workers import Drawn, Workers
 from ..run.callbacks import BudgetStop, Callback
+from ..run.checkpoint import split_state
 from ..run.control import Control, setting
 from ..run.engine import Engine
 from ..scoring.check import self_check
@@ -54,8 +57,9 @@ from ..types import PromptBatch, Rollout, along, host, within
 
 # %% auto #0
 __all__ = ['online_presets', 'KLBudget', 'KLPrice', 'OnlineConfig', 'rollout_metrics', 'rollout_samples', 'group_metrics',
-           'reward_metrics', 'shuffled', 'kl_controls', 'OnlineMethod', 'holds_model', 'check_lag', 'check_draws',
-           'evaluate_held_out', 'warn_of_endless', 'load_reward', 'as_rewards', 'rewarded', 'OnlineTrainer']
+           'reward_metrics', 'shuffled', 'kl_controls', 'OnlineMethod', 'holds_model', 'check_lag', 'check_workers',
+           'check_draws', 'evaluate_held_out', 'warn_of_endless', 'load_reward', 'as_rewards', 'rewarded',
+           'OnlineTrainer']
 
 # %% ../../nbs/train/online.ipynb #628aa002
 def online_presets(folder: str, lr: float = 1e-3, **more: Any) -> dict[str, dict[str, Any]]:
@@ -312,7 +316,7 @@ class OnlineMethod(TextMethod):
         self._collected: dict[str, float] = {}
         self._samples: list[dict[str, Any]] = []
         self._warned = False
-        self.ahead = self.rollouts if config.rollouts.lag else None
+        self.ahead = self.rollouts if config.rollouts.lag or config.rollouts.workers else None
         self.temperature, self._taken = config.sampling.temperature, math.nan
 
     @abstractmethod
@@ -400,14 +404,16 @@ class OnlineMethod(TextMethod):
         """Tickets that are under way."""
         now = any(holds_model(fn) for fn in self.rewards.fns)  # it computes with what the updates compute with
         how = self.config.rollouts
-        return Rollouts(self.ask, 0 if now else how.at_once or how.lag + 1)
+        parts = lambda: (self.model, self.sampler, self.tokenizer, self.adapter)
+        workers = Workers(how.workers, how.lag + 2, parts) if how.workers else None
+        return Rollouts(self.ask, 0 if now else how.at_once or how.lag + 1, workers)
 
     def load_ahead(self, told: list[dict[str, Any]]) -> None:
         """Tickets of a checkpoint."""
         self.ahead = self.rollouts
         self.rollouts.load_state_dict(told, self.engine.device)
-        lag, was = self.config.rollouts.lag, max(0, *(t["number"] - t["version"] for t in told))
-        if was != lag:
+        lag, was = self.config.rollouts.lag, max([t["number"] - t["version"] for t in told], default=None)
+        if was not in (lag, None):
             warnings.warn(
                 f"rollouts.lag is {lag}, and was {was}: the answers of {len(told)} steps in the checkpoint are "
                 "learnt from first.",
@@ -421,16 +427,44 @@ class OnlineMethod(TextMethod):
 
     def draw_ahead(self, step: int, total: int, pull: Callable[[], PromptBatch | None]) -> Any:
         """The ticket of a step, after those of up to `rollouts.lag` steps later were drawn by the present weights."""
-        tickets = self.rollouts.tickets
-        if not (self.config.rollouts.lag or tickets):  # those of a checkpoint are learnt from
+        tickets, how = self.rollouts.tickets, self.config.rollouts
+        if not (how.lag or how.workers or tickets):  # those of a checkpoint are learnt from
             return pull()
-        for number in range(max([step - 1, *tickets]) + 1, min(step + self.config.rollouts.lag + 1, total)):
+        for number in range(max([step - 1, *tickets]) + 1, min(step + how.lag + 1, total)):
             prompts = pull()
             if prompts is None:
                 break
             self.heat(self.temperature)
-            self.rollouts.begin(StepTicket(number, step, self.temperature, self.answers(prompts, number)))
-        return tickets.pop(step, None)
+            self._check_kept(prompts.columns)
+            drawing = self.drawing(prompts, number, step)
+            self.rollouts.begin(StepTicket(number, step, self.temperature, drawing))
+        ticket = tickets.pop(step, None)
+        if ticket is not None and self.rollouts.workers is not None:
+            with self.meter.time("wait_answers"), stops_at_once():
+                drawn = ticket.drawing.result()
+            self.sampler.slots_in_use = drawn.slots
+            self.meter.generated += int(drawn.rollout.completion_mask.sum())
+        return ticket
+
+    def drawing(self, prompts: PromptBatch, number: int, version: int) -> Future[Drawn]:
+        """The answers of a ticket, drawn here at once, or by workers while this process goes on."""
+        workers = self.rollouts.workers
+        if workers is None:
+            return future_of(Drawn(self.answers(prompts, number)))
+        workers.publish(version)
+        request = Request(prompts, self.config.sampling, self.tokenizer, self.config.seed, number, self.group)
+        return workers.draw(request, version)
+
+    def _check_kept(self, columns: Mapping[str, Any]) -> None:
+        """Refuse, before the first of them is drawn, tickets whose columns no checkpoint could hold."""
+        try:
+            split_state(dict(columns))
+        except CheckpointError as e:
+            what = str(e).partition(";")[0].replace("the state at", "the column at")
+            raise ConfigError(
+                f"rollouts.lag is {self.config.rollouts.lag}, and checkpoints keep what is drawn ahead with its "
+                f"columns, but {what}. Give text or numbers instead, leave the column out, or set rollouts.lag=0."
+            ) from e
 
     def ask(self, r: Rollout) -> Scored:
         """What the rewards say of a rollout, in whatever thread."""
@@ -553,6 +587,10 @@ class OnlineMethod(TextMethod):
             return {}
         lag, said = self.ticket.number - self.ticket.version, self.rollouts.said(self.ticket)
         found = {"rollout/lag": float(lag), "perf/rewards_s": said.seconds}
+        if (workers := self.rollouts.workers) is not None:
+            drawn = self.ticket.drawing.result()
+            found |= {"perf/workers_s": drawn.seconds, "perf/workers_cpu_s": drawn.cpu_seconds}
+            found |= {"perf/generator_idle": workers.idle(), "perf/worker_deaths": float(workers.deaths)}
         if r.rollout_logps is None or r.old_logps is r.rollout_logps:
             return found
         return found | staleness(r.need("old_logps"), r.rollout_logps, r.completion_mask)
@@ -568,7 +606,6 @@ class OnlineMethod(TextMethod):
 
     def mini_batches(self, data: Rollout, seed: int) -> Iterator[Rollout]:
         """Whole groups of the global rollout in a seeded order; each rank takes its share of every piece."""
-        self._collected["update/rows_computed"] = float(host(self.has_gradient(data)).sum())
         return shuffled(self.engine, data, seed, self.group, self.config.mini_batch_size)
 
     def micro_batches(self, mini: Rollout) -> list[Rollout]:
@@ -576,7 +613,8 @@ class OnlineMethod(TextMethod):
         return super().micro_batches(self.computed(mini))
 
     def flops(self, data: Rollout) -> float:
-        """Operations that the updates make: rows without a gradient cost none."""
+        """Operations that the updates make: rows without a gradient cost none; how many do is noted."""
+        self._collected["update/rows_computed"] = float(host(self.has_gradient(data)).sum())
         return super().flops(self.computed(data))
 
     def metrics(self) -> dict[str, float]:
@@ -609,14 +647,14 @@ def check_lag(method: OnlineMethod) -> None:
         method: attached to its engine.
 
     Raises:
-        ConfigError: several processes, or a method that draws more than answers to prompts.
+        ConfigError: a method that draws more than answers to prompts; see `check_workers`.
     """
-    lag, ranks, fns = method.config.rollouts.lag, method.engine.world_size, method.rewards.fns
+    lag, fns = method.config.rollouts.lag, method.rewards.fns
+    check_workers(method)
     if not lag:
         return
-    if ranks > 1 or method.draws_besides:
-        why = method.draws_besides or f"there are {ranks} processes, and only one can draw ahead"
-        raise ConfigError(f"rollouts.lag is {lag}, but {why}: set rollouts.lag=0.")
+    if method.draws_besides:
+        raise ConfigError(f"rollouts.lag is {lag}, but {method.draws_besides}: set rollouts.lag=0.")
     name = next((n for n, fn in zip(method.rewards.names, fns) if holds_model(fn)), None)
     if name is not None or all(isinstance(fn, RolloutScorer) for fn in fns):
         what = f"the reward {name!r} is computed by" if name else "no reward is asked for outside of"
@@ -625,6 +663,29 @@ def check_lag(method: OnlineMethod) -> None:
             "answers are learnt from that are older. Set rollouts.lag=0.",
             stacklevel=4,
         )
+
+
+def check_workers(method: OnlineMethod) -> None:
+    """See whether `rollouts.workers` can draw for a method.
+
+    Args:
+        method: attached to its engine.
+
+    Raises:
+        ConfigError: answers that workers don't draw, or something that can't be sent.
+    """
+    cfg, engine = method.config, method.engine
+    wrong = {
+        f"the policy is on {engine.device}, and they compute on CPUs": engine.device.type != "cpu",
+        f"there are {engine.world_size} processes that learn": engine.world_size > 1,
+        "sampling.sampler=continuous has threads of its own": cfg.sampling.sampler == "continuous",
+        "decoder draws in more ways than one": cfg.decoder != _PLAIN, method.draws_besides: bool(method.draws_besides),
+    }  # fmt: skip
+    why, n = next((k for k, on in wrong.items() if on), None), cfg.rollouts.workers
+    if n and why:
+        raise ConfigError(f"rollouts.workers is {n}, but {why}: set rollouts.workers=0.")
+    if n and method.rollouts.workers is not None:
+        method.rollouts.workers.pack()
 
 
 def check_draws(method: OnlineMethod, prompts: PromptBatch) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from .html import escape, svg_page, svg_text
 Floats = npt.NDArray[np.float64]
 
 # %% auto #0
-__all__ = ['Floats', 'PALETTE', 'DASHES', 'color_of', 'smooth', 'thin', 'Curve', 'Band', 'Mark', 'Panel', 'nice_step', 'Axes',
-           'ticks', 'tick_text', 'line_chart', 'to_png']
+__all__ = ['Floats', 'PALETTE', 'DASHES', 'color_of', 'smooth', 'coarse', 'thin', 'Curve', 'Band', 'Mark', 'Panel', 'nice_step',
+           'Axes', 'ticks', 'tick_text', 'line_chart', 'to_png']
 
 # %% ../../nbs/widgets/charts.ipynb #ed442d8e
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -49,6 +49,13 @@ def smooth(steps: Floats, values: Floats, half_life: float) -> Floats:
     return np.array(out)
 
 
+def coarse(values: Floats, most: int) -> Floats:
+    """At most about `most` points, the mean of each stretch."""
+    size = max(1, -(-len(values) // most))
+    cut = len(values) // size * size
+    return values if size == 1 else np.append(values[:cut].reshape(-1, size).mean(1), values[cut:])
+
+
 def thin(steps: Floats, values: Floats, most: int) -> tuple[Floats, Floats]:
     """At most about `most` points, the smallest and the largest of each stretch; order is kept."""
     n = len(values)
@@ -73,6 +80,7 @@ class Curve:
         smoothed: steps and values drawn boldly; the curve itself is then drawn faintly behind.
         error: half width of a band around the bold curve, of the same length.
         kind: "line", "dash" (told apart by more than colour), "dots" or "bars".
+        key: the metric's name.
     """
 
     label: str
@@ -82,6 +90,7 @@ class Curve:
     smoothed: tuple[Floats, Floats] | None = None
     error: Floats | None = None
     kind: str = "line"
+    key: str = ""
 
 
 @dataclass
@@ -118,6 +127,7 @@ class Panel:
     xlabel: str = ""
     limits: tuple[float, float] | None = None  # of the vertical axis; None: round numbers around the curves
     reading: bool = True  # the legend tells each curve's last value
+    names: tuple[str, ...] = ()  # of the places 0, 1, 2, ... of the horizontal axis, instead of numbers
 
 # %% ../../nbs/widgets/charts.ipynb #209d2165
 def nice_step(span: float, parts: int = 4) -> float:
@@ -290,7 +300,7 @@ def _frame(panel: Panel, plot: _Plot, width: int, height: int) -> str:
         y = _TOP + (plot.y[1] - place) / max(plot.y[1] - plot.y[0], 1e-12) * h
         out.append(f'<path d="M{_LEFT} {y:.1f}h{w:.0f}" stroke="currentColor" opacity=".14"/>')
         out.append(svg_text(_LEFT - 5, y + 3.5, text, anchor="end"))
-    for place, text in ticks(*plot.x):
+    for place, text in enumerate(panel.names) if panel.names else ticks(*plot.x):
         x = _LEFT + plot.px(place) / _UNIT
         out.append(svg_text(x, height - 5, text, anchor="end" if x > _LEFT + w - 12 else "middle"))
     out.append(svg_text(width - 8, 13, panel.xlabel, anchor="end") if panel.xlabel else "")

@@ -20,9 +20,10 @@ from .html import escape
 from .kernel import Pump, front_end, in_notebook
 from .panels import LAYOUT, control_text, group_panels, still, words_html
 from .reader import RunReader, open_runs
+from .touch import charts_html, code_html, live_html, live_place
 
 # %% auto #0
-__all__ = ['SHARE', 'EVERY', 'Dashboard']
+__all__ = ['SHARE', 'EVERY', 'STILL', 'Dashboard']
 
 # %% ../../nbs/widgets/dashboard.ipynb #7cb06806
 _SLIDERS = ("kl_coef", "kl_target", "lr", "temperature")
@@ -59,10 +60,10 @@ class _Knobs:
         )  # fmt: skip
         self.smoothing.observe(lambda change: setattr(board, "smoothing", change["new"]), names="value")
         self.sliders = {key: self._slider(w, key) for key in _SLIDERS}
-        self.curves, self.words = w.HTML(), w.HTML()
+        self.curves, self.data, self.words = w.HTML(), w.HTML(), w.HTML()
         top = w.HBox([*self.buttons, self.group, self.smoothing], layout=w.Layout(flex_flow="row wrap"))
         knobs = w.HBox(list(self.sliders.values()), layout=w.Layout(flex_flow="row wrap"))
-        self.box = w.VBox([top, knobs, self.words, self.curves])
+        self.box = w.VBox([top, knobs, self.words, self.curves, self.data])
 
     def _slider(self, w: Any, key: str) -> Any:
         """A hidden slider that asks for a number when it is moved by a person."""
@@ -165,6 +166,7 @@ class _Requests:
 # %% ../../nbs/widgets/dashboard.ipynb #db000003
 SHARE = 0.02  # of one core, for drawing
 EVERY = 0.25  # seconds between two drawings, at least
+STILL = 5.0  # seconds between two pictures for pages whose scripts are off
 
 
 class _Poke(Callback):
@@ -189,7 +191,7 @@ class _Page:
 
     def __init__(self, board: Dashboard) -> None:
         self.board, self.knobs, self.pump, self.halt = board, _Knobs(board), Pump(), threading.Event()
-        self.places = [f"rlhf-nb-{id(self):x}-{time.monotonic_ns():x}-{i}" for i in (0, 1)]
+        self.places = [f"rlhf-nb-{id(self):x}-{time.monotonic_ns():x}-{i}" for i in (0, 1, 2)]
         self.thread = threading.Thread(target=self._keep_drawing, name="rlhf_nb dashboard", daemon=True)
 
     def open(self) -> None:
@@ -202,7 +204,8 @@ class _Page:
         text = f"Dashboard of {names} (live; run Dashboard({path!r}) to see it again)"
         data = {"application/vnd.jupyter.widget-view+json": view, "text/plain": text}
         display(data, raw=True, display_id=self.places[0])
-        display({"text/html": self._way_back(), "text/plain": ""}, raw=True, display_id=self.places[1])
+        charts = live_place(self.places[2]) + self._way_back()
+        display({"text/html": charts, "text/plain": ""}, raw=True, display_id=self.places[1])
         self.pump.start(self.knobs.interactive())
         self.thread.start()
 
@@ -278,6 +281,7 @@ class Dashboard:
         self._axes: dict[Any, Axes] = {}
         self._drawn: tuple[Any, ...] = ()
         self._followed: Any = None
+        self._pictured = -math.inf
 
     @property
     def target(self) -> RunReader:
@@ -290,25 +294,40 @@ class Dashboard:
 
     def refresh(self, force: bool = False) -> tuple[str, str] | None:
         """Read what is new; HTML of the curves and of the words, or None when nothing changed."""
+        return (self._picture(), self._words()) if self._changed(force) else None
+
+    def _picture(self) -> str:
+        """The curves as SVG."""
+        axes = self._axes.setdefault((self.group, tuple(r.generation for r in self.readers)), Axes())
+        panels = group_panels(self.readers, self.group, self.smoothing) or [Panel(self.group)]
+        return line_chart(*panels, axes=axes, label=f"curves: {self.group}")
+
+    def _words(self) -> str:
+        """Where the runs stand, as HTML."""
+        return words_html(self.readers, self.target, self.requests.answer)
+
+    def _changed(self, force: bool) -> bool:
+        """Read what is new, and say whether there is anything to be drawn."""
         self.requests.send()
         grew = [reader.poll() for reader in self.readers]
         if any(grew):
             self.requests.hear()
         state = (self.group, self.smoothing, self.requests.answer, *(str(r.status) for r in self.readers))
-        if not (any(grew) or force or state != self._drawn):
-            return None
+        changed = any(grew) or force or state != self._drawn
         self._drawn = state
-        axes = self._axes.setdefault((self.group, tuple(r.generation for r in self.readers)), Axes())
-        panels = group_panels(self.readers, self.group, self.smoothing) or [Panel(self.group)]
-        curves = line_chart(*panels, axes=axes, label=f"curves: {self.group}")
-        return curves, words_html(self.readers, self.target, self.requests.answer)
+        return changed
 
     def draw(self, force: bool = False) -> None:
         """Put what is new into the widgets; a slider whose request was refused jumps back."""
-        views, knobs, reply = self.refresh(force), self.knobs, self.requests.reply
-        if views is None or knobs is None:
+        knobs = self.knobs
+        if not self._changed(force) or knobs is None:
             return
-        knobs.curves.value, knobs.words.value = views
+        place, now, reply = self.page.places[2] if self.page else "", time.monotonic(), self.requests.reply
+        knobs.words.value = self._words()
+        if now - self._pictured > STILL or force:
+            self._pictured = now
+            knobs.curves.value = f'<div class="rc-still" data-for="{escape(place)}">{self._picture()}</div>'
+        knobs.data.value = live_html(place, group_panels(self.readers, self.group, None), smoothing=self.smoothing)
         refused = not reply.get("ok", True) and reply is not self._followed
         self._followed = reply
         knobs.follow(self.target.controls, str(reply.get("key")) if refused else "")
@@ -316,6 +335,7 @@ class Dashboard:
     def open(self) -> None:
         """Show the widgets, and begin to draw."""
         self.close()  # it may have been shown before
+        self._pictured = -math.inf
         self.page = _Page(self)
         self.knobs = self.page.knobs
         self.page.open()
@@ -327,7 +347,8 @@ class Dashboard:
             self.page = self.knobs = None
 
     def show_still(self, places: Sequence[str | None] = (None, None)) -> None:
-        """Display a picture and a table, in the place of other outputs where `places` names them."""
+        """Display a picture and a table, in the place of other outputs where `places` names them; a person gets charts,
+        behind which the picture waits for pages whose scripts are off."""
         from IPython.display import display
 
         png, table = still(self.readers, self.group, self.smoothing)
@@ -336,6 +357,10 @@ class Dashboard:
             (self.target.run_dir.figures / "dashboard.png").write_bytes(png)
         text = printable("; ".join(f"{r.label}: {r.status}" for r in self.readers))
         picture = {"image/png": base64.b64encode(png).decode(), "text/plain": text}
+        if self._with_widgets():
+            image = f'<img alt="curves" src="data:image/png;base64,{picture.pop("image/png")}">'
+            panels = group_panels(self.readers, self.group, None)
+            picture["text/html"] = charts_html(panels, image, smoothing=self.smoothing) + code_html()
         for data, place in zip((picture, {"text/html": table, "text/plain": text}), places):
             display(data, raw=True, **({"display_id": place, "update": True} if place else {}))
 

@@ -5,21 +5,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from ..run.callbacks import short_number
-from .charts import Band, Curve, Mark, Panel, smooth, to_png
+from .charts import Band, Curve, Mark, Panel, coarse, smooth, to_png
 from ..run.health import Light, fallen, gold_fit, health_of
 from .html import escape
 from ..strict import table_of
 from .reader import RunReader, spell_seconds
 
 # %% auto #0
-__all__ = ['LAYOUT', 'Spec', 'group_panels', 'marks_of', 'control_text', 'lights_html', 'standing', 'words_html', 'runs_html',
-           'still']
+__all__ = ['LAYOUT', 'AXES', 'Spec', 'group_panels', 'page_groups', 'marks_of', 'control_text', 'lights_html', 'standing',
+           'words_html', 'runs_html', 'still']
 
 # %% ../../nbs/widgets/panels.ipynb #9a56a37d
 @dataclass(frozen=True)
@@ -49,18 +49,38 @@ LAYOUT = {
 }
 
 
-def group_panels(readers: Sequence[RunReader], group: str = "overview", smoothing: float = 0.3) -> list[Panel]:
+AXES = {"step": "step", "time": "minutes", "kl": "KL to the start, nats per answer"}  # what curves lie over
+
+
+def group_panels(
+    readers: Sequence[Any], group: str = "overview", smoothing: float | None = 0.3, by: str = "step"
+) -> list[Panel]:
     """The panels of a group that have data.
 
     Args:
         readers: one run, or several to be laid over each other.
         group: a name in LAYOUT, or "all": every metric in a panel of its own.
-        smoothing: 0 (none) to 1: the half-life is up to a tenth of the run.
+        smoothing: 0 (none) to 1: the half-life is up to a tenth of the run; None: the page will smooth.
+        by: a name in AXES.
     """
     names = list(dict.fromkeys(k for r in readers for k in r.keys if k != "time"))
     specs = LAYOUT[group] if group in LAYOUT else tuple(Spec(k, {k: k}) for k in names if not k.endswith("_stderr"))
-    panels = (_panel(readers, spec, smoothing) for raw in specs for spec in _unfold(raw, names))
+    panels = (_panel(readers, spec, smoothing, by) for raw in specs for spec in _unfold(raw, names))
     return [panel for panel in panels if panel.lines]
+
+
+def page_groups(
+    readers: Sequence[Any], smoothing: float | None = None, by: str = "step"
+) -> list[tuple[str, list[Panel]]]:
+    """All groups that have data, for a page: the four panels that matter most for the method come first.
+
+    Args:
+        readers, smoothing, by: as of `group_panels`.
+    """
+    whole = [(name, group_panels(readers, name, smoothing, by)) for name in LAYOUT]
+    first = whole[0][1]
+    found = [("overview", first[:4]), ("more", first[4:]), *whole[1:]]
+    return [(name, panels) for name, panels in found if panels]
 
 
 def _unfold(spec: Spec, names: list[str]) -> list[Spec]:
@@ -84,7 +104,7 @@ def _best(reader: RunReader, keys: Sequence[str]) -> str | None:
     return next(curves, there[0] if there else None)
 
 
-def _panel(readers: Sequence[RunReader], spec: Spec, smoothing: float) -> Panel:
+def _panel(readers: Sequence[Any], spec: Spec, smoothing: float | None, by: str) -> Panel:
     """A spec filled with the runs' curves, their budget and what happened to them."""
     panel, config = Panel(spec.title, log=spec.log, low=spec.low, high=spec.high), readers[0].config
     several = len(readers) > 1
@@ -97,10 +117,12 @@ def _panel(readers: Sequence[RunReader], spec: Spec, smoothing: float) -> Panel:
                 if i > 0 and label != "gold":
                     continue
                 color, name = j, reader.label + (" gold" if i else "")
-            panel.lines.append(_curve(reader, key, name, color, smoothing, "dash" if several and i > 0 else "line"))
+            kind = "dash" if several and i > 0 else "line"
+            panel.lines.append(_along(reader, _curve(reader, key, name, color, smoothing, kind), by))
     if spec is _SHARED["kl"] and panel.lines and config.get("kl_budget"):
         panel.bands.append(Band(0.0, float(config["kl_budget"]), f"budget: {config['kl_budget']:g} nats"))
-    if len(readers) == 1:
+    panel.lines = [line for line in panel.lines if len(line.steps)]
+    if len(readers) == 1 and by == "step":
         panel.marks = marks_of(readers[0])
         if spec in (_SHARED["reward"], _SHARED["kl"]) and panel.lines:
             panel.marks += _peak_mark(readers[0])
@@ -121,21 +143,36 @@ def _peak_mark(reader: RunReader) -> list[Mark]:
     return [Mark(float(at[int((kl >= fit.peak**2).argmax())]), f"stop here: {fit}", 3)]
 
 
-def _curve(reader: RunReader, key: str, label: str, color: int, smoothing: float, kind: str) -> Curve:
+def _curve(reader: Any, key: str, label: str, color: int, smoothing: float | None, kind: str) -> Curve:
     """One curve with its smoothed version and its error."""
     steps, values = reader.series(key)
     at, means = reader.means(key)
-    if len(at) > 300:
-        size = -(-len(at) // 300)
-        cut = len(at) // size * size
-        at, means = (np.append(x[:cut].reshape(-1, size).mean(1), x[cut:]) for x in (at, means))
+    if smoothing is not None:
+        at, means = coarse(at, 300), coarse(means, 300)
     error = None
     if f"{key}_stderr" in reader.keys and len(at):
         where, wide = reader.means(f"{key}_stderr")
         error = np.interp(at, where, wide) if len(where) else None
-    half_life = 0.1 * smoothing * float(at[-1] - at[0]) if len(at) > 9 else 0.0
-    bold = (at, smooth(at, means, half_life)) if half_life > 0 or error is not None else None
-    return Curve(label, steps, values, color, bold, error, kind)
+    half_life = 0.1 * (smoothing or 0.0) * float(at[-1] - at[0]) if len(at) > 9 else 0.0
+    wanted = half_life > 0 or error is not None or (smoothing is None and len(at) < len(steps))
+    bold = (at, smooth(at, means, half_life)) if wanted else None
+    return Curve(label, steps, values, color, bold, error, kind, key)
+
+
+def _along(reader: Any, curve: Curve, by: str) -> Curve:
+    """A curve over minutes or over KL instead of steps; what has no place there is left out."""
+    if by == "step":
+        return curve
+    at, where = reader.means({"time": "time", "kl": "objective/kl"}[by])
+    if not len(at):
+        return replace(curve, steps=at, values=at, smoothed=None, error=None)
+    where = (where - where[0]) / 60 if by == "time" else smooth(at, where, 0.03 * float(at[-1] - at[0]))
+    steps, values = curve.smoothed or (curve.steps, curve.values)
+    x = np.interp(steps, at, where)
+    order = np.argsort(x, kind="stable")
+    error = None if curve.error is None else curve.error[order]
+    bold = None if error is None else (x[order], values[order])
+    return replace(curve, steps=x[order], values=values[order], smoothed=bold, error=error)
 
 
 def marks_of(reader: RunReader, most: int = 40) -> list[Mark]:
@@ -171,7 +208,8 @@ def lights_html(lights: Sequence[Light]) -> str:
         glyph, color = _GLYPHS[light.state]
         mark = f'<span style="color:{color}" title="{light.state}">{glyph}</span>'
         rows.append(f"<div>{mark} <b>{escape(light.name)}</b> {escape(light.text)}</div>")
-    grid = "display:grid;grid-template-columns:repeat(auto-fill,minmax(400px,1fr));column-gap:1.5em;line-height:1.45"
+    grid = "display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,400px),1fr));"
+    grid += "column-gap:1.5em;line-height:1.45"
     return f'<div style="{grid}">{"".join(rows)}</div>'
 
 

@@ -423,12 +423,19 @@ class RunReader:
         path: of the run directory; it need not exist yet.
         points: most points kept of each metric.
         label: what it is called beside other runs; the folder's name by default.
+        window: first and last step of which numbers are kept; None: of all.
     """
 
     KEPT = 500  # events of each type
 
-    def __init__(self, path: str | Path, points: int = 2000, label: str | None = None) -> None:
-        self.limit = points
+    def __init__(
+        self,
+        path: str | Path,
+        points: int = 2000,
+        label: str | None = None,
+        window: tuple[float, float] | None = None,
+    ) -> None:
+        self.limit, self.window = points, window
         self._clear()
         self.path, self.run_dir = Path(path), RunDir(path)
         self.label = label or self.path.resolve().name
@@ -453,6 +460,22 @@ class RunReader:
         if grew:
             self._grew = time.monotonic() - (self._age() if first else 0.0)
         return grew or cut
+
+    def glance(self, most: int = 1 << 13) -> None:
+        """Read only the log's beginning and its end, which name the run, its progress and its newest numbers.
+
+        Args:
+            most: bytes of each.
+        """
+        with suppress(OSError), open_regular(self.run_dir.metrics_path) as f:
+            size, head = os.fstat(f.fileno()).st_size, f.read(most)
+            f.seek(max(most, size - most))
+            tail = f.read(most)
+            if size <= 2 * most:
+                head, tail = head + tail, b""
+            for block in (head[: head.rfind(b"\n") + 1], tail[tail.find(b"\n") + 1 : tail.rfind(b"\n") + 1]):
+                self._take(parse_lines(block)[0])
+            self._grew = time.monotonic() - self._age()
 
     def _clear(self) -> None:
         """Forget what was read; the log begins again."""
@@ -485,6 +508,9 @@ class RunReader:
     def _extend(self, found: dict[str, tuple[Floats, Floats]]) -> None:
         """Steps and values into series."""
         for key, (steps, values) in found.items():
+            if self.window is not None:
+                kept = (steps >= self.window[0]) & (steps <= self.window[1])
+                steps, values = steps[kept], values[kept]
             if key != "rank" and len(steps):
                 self._series.setdefault(key, Series(self.limit)).extend(steps, values)
                 self.step = max(self.step, int(steps[-1]))
@@ -614,12 +640,27 @@ class RunReader:
         return "; ".join(parts)
 
 # %% ../../nbs/widgets/reader.ipynb #51338b02
-def find_runs(folder: str | Path) -> list[Path]:
-    """Run directories in a folder (itself, or up to three levels below), the newest last."""
-    folder = Path(folder)
-    depths = ("metrics.jsonl", "*/metrics.jsonl", "*/*/metrics.jsonl", "*/*/*/metrics.jsonl")
-    found = [p for pattern in depths for p in folder.glob(pattern)]
-    return [p.parent for p in sorted(found, key=lambda p: p.stat().st_mtime)]
+_NO_RUNS = {"checkpoints", "figures", "model", "rolled-back"}  # folders inside a run
+
+
+def find_runs(folder: str | Path, depth: int = 5) -> list[Path]:
+    """Run directories in a folder (itself, or some levels below), the newest last; links are not followed.
+
+    Args:
+        folder: which need not be there.
+        depth: how many levels below.
+    """
+    found: list[tuple[float, str]] = []
+    waiting = [(str(folder), depth)]
+    while waiting:
+        place, left = waiting.pop()
+        with suppress(OSError), os.scandir(place) as entries:  # it went away, or isn't ours to read
+            for entry in entries:
+                if entry.name == "metrics.jsonl" and entry.is_file(follow_symlinks=False):
+                    found.append((entry.stat().st_mtime, place))
+                elif left and entry.is_dir(follow_symlinks=False) and entry.name not in _NO_RUNS:
+                    waiting.append((entry.path, left - 1))
+    return [Path(place) for _, place in sorted(found)]
 
 
 def open_runs(runs: Any, points: int = 2000) -> list[RunReader]:

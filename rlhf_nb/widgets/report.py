@@ -3,12 +3,14 @@
 # %% ../../nbs/widgets/report.ipynb #573f09b6
 from __future__ import annotations
 
+import base64
+import hashlib
 import math
 import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -20,23 +22,23 @@ from rich.table import Table
 from rich.text import Text
 
 from ..run.callbacks import short_number
-from ..console import me
 from ..core import RunError, printable
-from .charts import line_chart, to_png
+from .charts import Panel, line_chart, to_png
 from ..run.health import health_of
 from .html import escape, table_html
-from .panels import LAYOUT, control_text, group_panels, runs_html, standing
+from .panels import LAYOUT, control_text, page_groups, runs_html, standing
 from ..untrusted import dump_yaml
-from .reader import RunReader, find_runs, open_runs
+from .reader import RunReader, open_runs
+from .touch import charts_html, code_html, module_text
 
 # %% auto #0
-__all__ = ['report', 'html_page', 'event_text', 'sparkline', 'screen', 'watch', 'runs_told', 'metrics_text', 'exposition',
-           'serve_metrics']
+__all__ = ['report', 'html_page', 'answer_row', 'event_text', 'sparkline', 'screen', 'watch', 'metrics_text', 'exposition',
+           'serve_metrics', 'listen']
 
 # %% ../../nbs/widgets/report.ipynb #02d96cea
 _STYLE = """
-:root{color-scheme:light dark}body{font:15px/1.5 system-ui,sans-serif;max-width:980px;margin:2em auto;padding:0 1em}
-table{border-collapse:collapse;font-size:13px;margin:.5em 0}
+:root{color-scheme:light dark}body{font:15px/1.5 system-ui,sans-serif;margin:1em auto;padding:0 1em;max-width:2500px}
+table{border-collapse:collapse;font-size:13px;margin:.5em 0;display:block;max-width:100%;overflow-x:auto}
 td,th{padding:2px 10px;text-align:right;border-bottom:1px solid #8884;vertical-align:top}
 td:first-child,th:first-child,td.t{text-align:left}pre{font-size:12px;overflow:auto}
 summary{cursor:pointer;font-weight:600;margin:.6em 0}
@@ -65,12 +67,13 @@ def report(run: Any, out: str | Path | None = None, samples: int = 20, pngs: boo
     if all(r.status.state == "waiting" for r in readers):
         raise RunError(f"there is no run in {readers[0].path}: nothing has been logged there yet")
     path = Path(out) if out is not None else readers[0].path / "report.html"
+    touched = dict(page_groups(readers))
     body = [
         _head(readers),
-        *(_curves(readers, g, path if pngs else None) for g in LAYOUT),
+        *(_curves(*group, touched, path if pngs else None) for group in page_groups(readers, 0.3)),
         *(_run_part(r, samples) for r in readers),
     ]
-    page = html_page(", ".join(r.label for r in readers), "".join(body))
+    page = html_page(", ".join(r.label for r in readers), "".join(body), charts=True)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(page, encoding="utf-8")
@@ -79,16 +82,23 @@ def report(run: Any, out: str | Path | None = None, samples: int = 20, pngs: boo
     return path
 
 
-def html_page(title: str, body: str) -> str:
-    """A whole page around HTML that is safe already.
+def html_page(title: str, body: str, charts: bool = False) -> str:
+    """A whole page around HTML that is safe already; no script runs in it but the charts' own, and nothing is fetched.
 
     Args:
         title: plain text.
         body: HTML.
+        charts: it has some of `touch.charts_html`.
     """
+    digest = base64.b64encode(hashlib.sha256(module_text().encode()).digest()).decode() if charts else ""
+    allowed = f"script-src 'sha256-{digest}'; " if charts else ""
+    rule = f"default-src 'none'; {allowed}style-src 'unsafe-inline'; img-src data:; base-uri 'none'"
     return (
-        '<!doctype html><html lang="en"><head><meta '
-        f'charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style></head><body>{body}</body></html>'
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{rule}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>{body}"
+        f"{code_html() if charts else ''}</body></html>"
     )
 
 
@@ -97,11 +107,8 @@ def _head(readers: Sequence[RunReader]) -> str:
     return f"<h1>{escape(' · '.join(r.label for r in readers))}</h1>{runs_html(readers)}"
 
 
-def _curves(readers: Sequence[RunReader], group: str, beside: Path | None) -> str:
+def _curves(group: str, panels: list[Panel], touched: Mapping[str, list[Panel]], beside: Path | None) -> str:
     """One group of curves, folded away except for the overview."""
-    panels = group_panels(readers, group)
-    if not panels:
-        return ""
     if beside is not None:
         folder = beside.parent / "figures"
         try:
@@ -109,7 +116,7 @@ def _curves(readers: Sequence[RunReader], group: str, beside: Path | None) -> st
             (folder / f"{beside.stem}-{group}.png").write_bytes(to_png(*panels))
         except OSError as error:
             raise RunError(f"the figures in {folder} cannot be written: {error}; pass pngs=False, or out=") from error
-    return _details(group, line_chart(*panels), group == "overview")
+    return _details(group, charts_html(touched.get(group, ()), line_chart(*panels)), group == "overview")
 
 
 def _details(title: str, body: str, opened: bool = False) -> str:
@@ -123,12 +130,12 @@ def _run_part(reader: RunReader, samples: int) -> str:
     rows = [{"step": e.get("step"), "type": e.get("type"), "what": event_text(e)} for e in events]
     parts = [_details(f"events of {reader.label}", table_html(rows))]
     if answers := reader.samples(last=samples) if samples else []:
-        parts.append(_details(f"answers of {reader.label}", table_html([_answer(row) for row in answers]), True))
+        parts.append(_details(f"answers of {reader.label}", table_html([answer_row(row) for row in answers]), True))
     config = dump_yaml(reader.config) if reader.config else "no configuration"
     return "".join([*parts, _details(f"configuration of {reader.label}", f"<pre>{escape(config)}</pre>")])
 
 
-def _answer(row: dict[str, Any]) -> dict[str, Any]:
+def answer_row(row: dict[str, Any]) -> dict[str, Any]:
     """One sample as a row of a table."""
     said = next((str(row[k]) for k in ("completion", "text", "response", "chosen") if k in row), "")
     prompt = row.get("prompt", "")
@@ -241,17 +248,6 @@ def _follow_plainly(readers: Sequence[RunReader], every: float, console: Console
             return
         time.sleep(every)
 
-# %% ../../nbs/widgets/report.ipynb #ab400001
-def runs_told(folder: str | Path) -> str:
-    """A line for each run in a folder, the newest last: how far it is, and what it left."""
-    lines = []
-    for place in find_runs(folder):
-        (reader,) = open_runs(place)
-        reader.poll()
-        left = ", ".join(name for name in ("model", "report.html") if (place / name).exists())
-        lines.append(f"{place}  {reader.status}" + (f"; {left}" if left else ""))
-    return "\n".join(map(printable, lines)) or f"There is no run in {folder}. Begin one: {me()} demo"
-
 # %% ../../nbs/widgets/report.ipynb #75bf3ec6
 def metrics_text(run: Any) -> str:
     """The newest value of every metric, in Prometheus' text format.
@@ -311,7 +307,9 @@ def _value(value: float) -> str:
     return repr(value) if math.isfinite(value) else "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
 
 # %% ../../nbs/widgets/report.ipynb #7c72ccdd
-def serve_metrics(run: Any, port: int = 9464, host: str = "127.0.0.1", block: bool = True) -> ThreadingHTTPServer:
+def serve_metrics(
+    run: Any, port: int = 9464, host: str = "127.0.0.1", block: bool = True, say: Callable[[str], None] | None = None
+) -> ThreadingHTTPServer:
     """Serve `prometheus(run)` at http://host:port/metrics.
 
     Args:
@@ -319,20 +317,56 @@ def serve_metrics(run: Any, port: int = 9464, host: str = "127.0.0.1", block: bo
         port: 0 takes a free one (`server.server_address[1]` says which).
         host: "0.0.0.0" lets other machines ask.
         block: False returns at once; the server then runs in a thread, until `server.shutdown()`.
+        say: is told the address.
 
     Raises:
         RunError: the port is taken, or not allowed.
     """
-    readers, lock = open_runs(run), threading.Lock()
+    readers = open_runs(run)
+
+    def answer(path: str) -> tuple[str, str] | None:
+        known = path.split("?")[0] in ("/", "/metrics")
+        return ("text/plain; version=0.0.4; charset=utf-8", metrics_text(readers)) if known else None
+
+    return listen("metrics", answer, port, host, block, say)
+
+
+def listen(
+    what: str, answer: Callable[[str], tuple[str, str] | None], port: int, host: str, block: bool,
+    say: Callable[[str], None] | None = None, rule: str = "default-src 'none'", at: str = "metrics",
+) -> ThreadingHTTPServer:  # fmt: skip
+    """Answer GET requests, one at a time.
+
+    Args:
+        what: is served.
+        answer: from the path, with its query, to kind and text of the answer; None: there is nothing.
+        port: 0 takes a free one.
+        host: of this machine. On a loopback address only requests that name one are answered, so that no page of
+            another site reads what is here by pointing its own name at this machine.
+        block: False returns at once; the server then runs in a thread, until `server.shutdown()`.
+        say: is told the address.
+        rule: the content security policy.
+        at: the path of the address that is told.
+
+    Raises:
+        RunError: the port is taken, or not allowed.
+    """
+    lock, near = threading.Lock(), ("localhost", "127.0.0.1", "[::1]")
 
     class Handler(BaseHTTPRequestHandler):
+        timeout = 30  # seconds that a connection may say nothing
+
         def do_GET(self) -> None:
-            known = self.path.split("?")[0] in ("/", "/metrics")
+            asked = re.sub(r":\d*$", "", self.headers.get("Host", "")).lower()
             with lock:
-                body = (metrics_text(readers) if known else "only /metrics is served here\n").encode()
-            self.send_response(200 if known else 404)
-            self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
-            self.send_header("Content-Length", str(len(body)))
+                found = answer(self.path) if asked in near or host not in (*near, "::1") else None
+            kind, text = found or ("text/plain; charset=utf-8", f"only {what} of this machine are served here\n")
+            body = text.encode("utf-8", "replace")
+            self.send_response(200 if found else 404)
+            more = {"Content-Security-Policy": rule, "X-Content-Type-Options": "nosniff"}
+            more |= {"Referrer-Policy": "no-referrer", "Cache-Control": "no-store", "Content-Length": str(len(body))}
+            for name, value in {"Content-Type": kind, **more}.items():
+                self.send_header(name, value)
             self.end_headers()
             self.wfile.write(body)
 
@@ -343,9 +377,11 @@ def serve_metrics(run: Any, port: int = 9464, host: str = "127.0.0.1", block: bo
         server = ThreadingHTTPServer((host, port), Handler)
     except OSError as error:
         raise RunError(
-            f"metrics can't be served at {host}:{port}: {error.strerror or error}; choose another port"
+            f"{what} can't be served at {host}:{port}: {error.strerror or error}; choose another port"
         ) from error
     server.daemon_threads = True
+    if say:
+        say(f"http://{host}:{server.server_address[1]}/{at} (Ctrl-C ends it)")
     if block:
         with suppress(KeyboardInterrupt), server:
             server.serve_forever()
