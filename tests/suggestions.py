@@ -162,9 +162,9 @@ def all_lines() -> list[Suggestion]:
 
 
 _CALL = re.compile(  # in a sentence: a name, or several with dots, called; and what is called of that
-    r"(?<![\w{.@\\])@?((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w+\((?:[^()]|\([^()]*\))*\)(?:\.\w+\([^()]*\)|\[\d\])*)"
+    r"(?<![\w{.@\\])@?((?:[A-Za-z]\w*\.)*[A-Za-z]\w+\((?:[^()]|\([^()]*\))*\)(?:\.\w+\([^()]*\)|\[\d\])*)"
 )
-_IMPORT = re.compile(r"from rlhf_nb[\w.]* import \w+(?:, \w+)*")
+_IMPORT = re.compile(r"from rlhf_nb[\w.]* import [a-zA-Z]\w*(?:, \w+)*")
 RUN_ELSEWHERE = {"CONTRIBUTING.md", "results.md", "mutants.md"}  # by test_contributing; or they are about the past
 
 

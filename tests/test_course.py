@@ -23,6 +23,7 @@ from rlhf_nb.learn.checks import judge, run_again
 
 ROOT = Path(__file__).resolve().parent.parent
 LESSONS = sorted((ROOT / "nbs" / "course").glob("lesson_*.ipynb"))
+LABS = sorted((ROOT / "nbs" / "course").glob("lab_*.ipynb"))
 SECTIONS = [
     "A figure to touch",
     "By hand, on five words",
@@ -132,13 +133,19 @@ def test_terms_are_defined_before_they_are_used() -> None:
 
 def test_every_lesson_has_solutions_and_a_quiz() -> None:
     known = yaml.safe_load((ROOT / "rlhf_nb" / "learn" / "lessons.yaml").read_text(encoding="utf-8"))
-    for path in LESSONS:
-        n = int(path.stem[-2:])
+    for path in LESSONS + LABS:
+        n: int | str = int(path.stem[-2:]) if path in LESSONS else path.stem[-1].upper()
         asked = re.findall(r'learn\.check\("(\w+)"', "\n".join(code(path)))
-        solved = re.findall(
-            r'assert learn\.check\("(\w+)"', "\n".join(code(ROOT / "nbs" / "solutions" / f"solutions_{n:02}.ipynb"))
-        )
-        assert asked == solved and n in known and f"# {n} · {known[n]['title']}" in cells(path)[0]["source"]
+        answers = ROOT / "nbs" / "solutions" / f"solutions_{path.stem.removeprefix('lesson_')}.ipynb"
+        solved = re.findall(r'assert learn\.check\("(\w+)"', "\n".join(code(answers)))
+        assert asked == solved and n in known and f"{n} · {known[n]['title']}" in cells(path)[0]["source"]
+
+
+@pytest.mark.parametrize("path", LABS, ids=lambda p: p.stem)
+def test_a_lab_is_plain_too(path: Path) -> None:
+    lengths = sentences(path)
+    assert statistics.median(lengths) <= 15 and sorted(lengths)[int(0.95 * len(lengths))] <= 28, sorted(lengths)[-6:]
+    assert len(prose(path).split()) <= 1500 and "assert " in "\n".join(code(path))
 
 
 def test_what_is_shipped_is_small() -> None:
@@ -230,4 +237,4 @@ def test_what_is_called_an_exercise_has_a_checker_and_a_solution() -> None:
     for path in sorted((ROOT / "nbs").rglob("*.ipynb")):
         told = "\n".join(c["source"] for c in cells(path) if c["cell_type"] == "markdown")
         called += [path] if re.search(r"^#+ Exercises?$", told, re.M) else []
-    assert called == LESSONS, [str(p) for p in {*called} ^ {*LESSONS}]
+    assert called == LABS + LESSONS, [str(p) for p in {*called} ^ {*LABS, *LESSONS}]

@@ -64,6 +64,10 @@ RUN: dict[str, str] = {  # a suggestion, and lines that hold it; of a fence, and
     "evaluate(model, tokenizer, prompts, rewards, reference, seed=...)": "prompts, rewards, reference = ['Visitor: Hi!\\nPip:'], {'short': short}, model\nevaluate(model, tokenizer, prompts, rewards, reference, seed=0)",
     "evaluate(..., reference=base)": "assert evaluate(model, tokenizer, ['Visitor: Hi!\\nPip:'], {'short': short}, reference=toy.build_model(1, 'tiny')).summary()",
     "from rlhf_nb import learn\n\nworld": "def my_function(scores, n): return scores\n", "from rlhf_nb import learn\n\nprint": "os.mkdir('submissions'); open('submissions/ada.json', 'w').write('{\"student\": \"Ada\", \"answers\": {}}')\n",
+    "model.generate(..., num_beams=4)": "model.generate(torch.tensor([[3, 4]]), num_beams=4, max_new_tokens=4)",
+    "RewardAttack(score, changes=[Change(...)])": "from rlhf_nb.bench.attack import Change, RewardAttack\nscore, rows = short, toy.sft_rows(32, 0)\nassert RewardAttack(score, changes=[Change('mine', 'an end', lambda text: text + ' So.')], worlds=20).run(rows)",
+    'rule=StepRule(";")': "from rlhf_nb.data.steps import StepRule\n",
+    "import json\n\nfrom rlhf_nb.config import SamplingConfig": "save_model(model, tokenizer, 'MODEL'); open('questions.jsonl', 'w').write('{\"prompt\": \"Visitor: Where do owls live?\\\\nPip:\", \"answer\": \"1\"}\\n')\n",
     'config.save("run.yaml")': "config = SFTConfig(output_dir='run')\n",
     'add_weighted_adapter(..., combination_type="cat")': "from peft import LoraConfig, get_peft_model\nmodel = get_peft_model(model, LoraConfig(r=2, target_modules='all-linear'))\nmodel.add_adapter('b', LoraConfig(r=2, target_modules='all-linear'))\nmodel.add_weighted_adapter(['default', 'b'], [1.0, 1.0], 'both', combination_type='cat')",
     'save_model(trainer.method.model, tokenizer, "adapters/polite")': SFT.replace("few)", "few, model=dict(lora=dict(r=2)))").replace("model, tokenizer, rows", "None, None, rows"),
@@ -92,7 +96,7 @@ ELSEWHERE = {  # what another file runs: its name, and the words that do
     'fork("runs/ppo", 40, kl_coef=0.05)': ("tests/test_fork.py", "fork("), 'rlhf_nb.push_to_hub("runs/grpo", "owner/name")': ("tests/test_hub_push.py", "push_to_hub(run"),
     "trainer.push_to_hub()": ("tests/test_trl_scripts.py", ".push_to_hub("), "args=TrainingArguments(...)": ("tests/test_trl_scripts.py", "TrainingArguments("),
     "PPOTrainer(model, ref_model, reward_model, value_model, ...)": ("tests/test_trl_scripts.py", "PPOTrainer("), "from openai import OpenAI": ("tests/test_serve.py", ".chat.completions.create("),
-    "step_scorer(load_process_reward(FOLDER))": ("nbs/rewards/process.ipynb", "step_scorer("), "torch.export.load(...).module()": ("nbs/export/program.ipynb", "torch.export.load("),
+    "step_scorer(load_process_reward(FOLDER))": ("nbs/rewards/process.ipynb", "step_scorer("),
     "engine.prepare(module, settings)": ("nbs/run/engine.ipynb", ".prepare("), "engine.generation_mode()": ("nbs/run/engine.ipynb", ".generation_mode("),
     'run_tasks(model, tokenizer, ["hellaswag"])': ("tests/test_harness.py", "run_tasks("),
 }  # fmt: skip
@@ -133,8 +137,10 @@ def test_it_runs(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(sys, "argv", ["notebook"])
     text = next(s.text for s, _ in SAID if key_of(s.text) == key)
     lines, space = RUN[key], {"__name__": "__main__", "re": re, "contributing": (ROOT / "CONTRIBUTING.md").read_text()}
-    if "..." not in text and not (set(called(text)) & called(lines)):
-        lines = f"{lines}\n{text}"  # as it is
+    if "\n" in text or "..." not in text and not called(text) & called(lines):
+        lines = f"{lines}\n{text}".replace(
+            "max_new_tokens=512", "max_new_tokens=64"
+        )  # as it is, but for a window of 128
     assert called(text) <= called(lines), f"the fixture of {text!r} does something else"
     Path("suggested.py").write_text(BEGIN + lines)  # a function's source can be asked for, as in a notebook
     exec(compile(BEGIN + lines, "suggested.py", "exec"), space)

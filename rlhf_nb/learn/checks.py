@@ -42,7 +42,7 @@ class Exercise:
     """A question whose answer is a function.
 
     Args:
-        lesson: its number.
+        lesson: its number; a letter for a lab.
         task: one sentence.
         cases: from a random generator to the arguments of one call after the other, small ones first.
         truth: the right function.
@@ -51,7 +51,7 @@ class Exercise:
         tolerance: absolute and relative, of numbers.
     """
 
-    lesson: int
+    lesson: int | str
     task: str
     cases: Callable[[random.Random], Iterable[tuple[Any, ...]]]
     truth: Callable[..., Any]

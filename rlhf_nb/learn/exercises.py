@@ -26,7 +26,7 @@ __all__ = ['lessons', 'add_exercise', 'start', 'progress_told', 'course_command'
 
 # %% ../../nbs/learn/exercises.ipynb #3812fe7e
 @lru_cache(maxsize=1)
-def lessons() -> dict[int, dict[str, Any]]:
+def lessons() -> dict[int | str, dict[str, Any]]:
     """By number: `title`, `exercises` (`task`, `slips`, `hints` of each), `quiz` (`ask`, `options`, `right`, `why`)."""
     return dict(parse_yaml((resources.files("rlhf_nb") / "learn" / "lessons.yaml").read_text(encoding="utf-8")))
 
@@ -46,18 +46,18 @@ def add_exercise(
     EXERCISES[name] = Exercise(n, words["task"], cases, truth, said, tuple(words["hints"]), tolerance)
 
 
-def _lesson(n: int) -> dict[str, Any]:
+def _lesson(n: int | str) -> dict[str, Any]:
     """A lesson's entry."""
     if n not in lessons():
         raise ConfigError(f"lesson: there is no {n!r}; there are {', '.join(map(str, lessons()))}.")
     return lessons()[n]
 
 
-def start(n: int, model: str = "toy", seed: int = 0) -> LessonWorld:
+def start(n: int | str, model: str = "toy", seed: int = 0) -> LessonWorld:
     """Begin a lesson: its world, and how far you are.
 
     Args:
-        n: the lesson's number.
+        n: the lesson's number; "A" for the lab.
         model: "toy", or a hub name or folder whose model plays the part of `sft`.
         seed: of prompts and answers.
 
@@ -66,7 +66,8 @@ def start(n: int, model: str = "toy", seed: int = 0) -> LessonWorld:
     """
     title, names = _lesson(n)["title"], [name for name, e in EXERCISES.items() if e.lesson == n]
     solved = sum(progress().get(name, {}).get("kind") == "right" for name in names)
-    print(f"Lesson {n}: {title}{'' if title[-1] == '?' else '.'} Exercises solved: {solved} of {len(names)}.")
+    what, end = "Lesson" if isinstance(n, int) else "Lab", "" if title[-1] == "?" else "."
+    print(f"{what} {n}: {title}{end} Exercises solved: {solved} of {len(names)}.")
     return LessonWorld(model, seed)
 
 
@@ -93,8 +94,8 @@ def course_command(words: Sequence[str]) -> str:
     verb, rest = (words[0], words[1:]) if words else ("", [])
     if not verb:
         return progress_told()
-    if verb == "quiz" and rest and rest[0].isdigit():
-        quiz(int(rest[0]), " ".join(rest[1:]))
+    if verb == "quiz" and rest:
+        quiz(int(rest[0]) if rest[0].isdigit() else rest[0].upper(), " ".join(rest[1:]))
         return ""
     if verb == "submit" and len(rest) == 1:
         return f"{submit(rest[0])} is for your teacher."
@@ -107,7 +108,7 @@ def course_command(words: Sequence[str]) -> str:
     )
 
 
-def quiz(n: int, answers: str = "") -> None:
+def quiz(n: int | str, answers: str = "") -> None:
     """Five questions about a lesson; with your answers, what is right and why.
 
     Args:

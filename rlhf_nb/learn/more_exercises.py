@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..core import t_share
 from ..evaluate.intervals import holm
+from ..evaluate.policy import wilson_interval
 from .exercises import add_exercise
 from ..losses.advantages import gae
 from ..losses.preference import PairLogps, dpo
@@ -548,4 +549,63 @@ add_exercise(
     lambda text, answer: float(str(answer) in text),
     lambda text, answer: float(answer in _numbers(text)),
     lambda text, answer: float(text.endswith(str(answer))),
+)  # fmt: skip
+
+# %% ../../nbs/learn/more_exercises.ipynb #a1b0c0d2
+def _asked_twice(rng: random.Random) -> Iterator[tuple[Any, ...]]:
+    """A judge's probabilities that answer a is better: with a shown first, with a shown second."""
+    yield [0.9, 0.6], [0.7, 0.4]
+    for n in (3, 5, 8):
+        liking = [rng.random() * 0.6 + 0.2 for _ in range(n)]
+        yield [x + 0.15 * rng.random() for x in liking], [x - 0.15 * rng.random() - 0.02 for x in liking]
+
+
+def _rates(rng: random.Random) -> Iterator[tuple[Any, ...]]:
+    """Shares of right verdicts, and how narrow their interval shall be."""
+    yield 0.8, 0.2
+    yield from ((round(0.6 + 0.35 * rng.random(), 2), width) for width in (0.3, 0.1, 0.06, 0.04))
+
+
+def _enough(rate: float, width: float, wald: bool = False) -> int:
+    """The smallest number of labels whose 95 % interval is narrower."""
+    for n in range(1, 100_000):
+        low, high = wilson_interval(rate, n)
+        if (2 * 1.959964 * math.sqrt(rate * (1 - rate) / n) if wald else high - low) < width:
+            return n
+    return 0
+
+
+def _too_sure(rng: random.Random) -> Iterator[tuple[Any, ...]]:
+    """Logits of verdicts that are surer than they should be (or less sure), and which were right about a."""
+    yield torch.tensor([2.0, 2.0, 2.0, -2.0]), torch.tensor([1.0, 1.0, 0.0, 0.0])
+    for spread in (3.0, 0.5, 2.0):
+        logits = torch.tensor([rng.gauss(0, 1) * 2 for _ in range(40)])
+        labels = torch.tensor([float(rng.random() < _sigmoid(x)) for x in logits.tolist()])
+        yield spread * logits, labels
+
+
+def _cooled(logits: Tensor, labels: Tensor, squared: bool = False) -> float:
+    """The temperature at which the verdicts' loss is least, by search on a logarithmic scale."""
+    grid = torch.logspace(-1.5, 1.5, 6001)
+    chances = torch.sigmoid(logits / grid[:, None])
+    loss = (chances - labels).square() if squared else -torch.where(labels > 0.5, chances, 1 - chances).log()
+    return float(grid[loss.mean(1).argmin()])
+
+
+add_exercise(
+    "fair", _asked_twice, lambda first, second: statistics.fmean((f - s) / 2 for f, s in zip(first, second)),
+    lambda first, second: statistics.fmean(first) - 0.5,
+    lambda first, second: statistics.fmean((f + s) / 2 for f, s in zip(first, second)) - 0.5,
+    lambda first, second: statistics.fmean(float((f > 0.5) != (s > 0.5)) for f, s in zip(first, second)),
+)  # fmt: skip
+add_exercise(
+    "enough", _rates, _enough,
+    lambda rate, width: _enough(rate, width, wald=True),
+    lambda rate, width: _enough(rate, 2 * width),
+)  # fmt: skip
+add_exercise(
+    "temperature", _too_sure, _cooled,
+    lambda logits, labels: 1 / _cooled(logits, labels),
+    lambda logits, labels: _cooled(logits, labels, squared=True),
+    tolerance=1e-2,
 )  # fmt: skip
