@@ -290,7 +290,8 @@ def _all_paths(group: type[BaseModel], prefix: str = "") -> Iterator[str]:
 def _unknown_key(root: type[BaseModel], place: _Place) -> str:
     """The sentence for a key that doesn't exist."""
     bad, above = str(place.path[-1]), str(place._replace(path=place.path[:-1]))
-    foreign = elsewhere(bad) or ("output_dir" in place.group.model_fields and of_others(bad))
+    known = elsewhere(bad) or elsewhere(".".join(map(str, place.path[-2:])))
+    foreign = known or ("output_dir" in place.group.model_fields and of_others(bad))
     if foreign:
         return f"{place}: unknown key {bad!r}. {foreign}"
     paths = sorted(_all_paths(root), key=len, reverse=True)
@@ -309,6 +310,7 @@ def _unknown_key(root: type[BaseModel], place: _Place) -> str:
     return f"{place}: unknown key {bad!r}. " + (f"Did you mean {near!r}?" if near else valid)
 
 
+_LENGTHS = {"too_long": ("most", "max_length"), "too_short": ("least", "min_length")}  # of lists
 _BOUNDS = {"gt": "> {}", "ge": "≥ {}", "lt": "< {}", "le": "≤ {}"}
 _BOUNDS |= {"min_length": "of length ≥ {}", "max_length": "of length ≤ {}"}
 
@@ -318,7 +320,12 @@ def _expected(place: _Place) -> str:
     metadata = place.info.metadata if place.info else []
     if place.info and any(getattr(m, "pattern", None) for m in metadata):
         return place.info.description or "text of another form"
-    found = [t.format(getattr(m, b)) for m in metadata for b, t in _BOUNDS.items() if getattr(m, b, None) is not None]
+    bounds = {
+        b: t
+        for b, t in _BOUNDS.items()
+        if not any(get_origin(o) is list for o in _options(place.kind)) or "length" not in b
+    }
+    found = [t.format(getattr(m, b)) for m in metadata for b, t in bounds.items() if getattr(m, b, None) is not None]
     return say_kind(place.kind, " " + " and ".join(found) if found else "")
 
 # %% ../nbs/strict.ipynb #8c3c5ca8
@@ -350,6 +357,9 @@ def _sentence(root: type[BaseModel], data: Any, error: Any, place: _Place) -> st
             return _unknown_key(root, place)
         return f"{where}keys must be text, got {say_value(place.path[-1])}."
     value = _lookup(data, place.path)
+    if error["type"] in _LENGTHS and isinstance(value, list | tuple | dict):
+        word, key = _LENGTHS[error["type"]]
+        return f"{where}got {len(value):,} entries, expected at {word} {error['ctx'][key]:,}."
     if error["type"] == "missing" and value is None:
         return f"{where}is required; expected {_expected(place)}."
     return (
@@ -370,13 +380,17 @@ def explain(root: type[BaseModel], data: Any, error: ValidationError) -> str:
         error: pydantic's complaint.
     """
     found: dict[tuple[int | str, ...], str] = {}
-    errors = error.errors(include_url=False)
+    errors, lists = error.errors(include_url=False), list[tuple[int | str, ...]]()
     for e in errors[:_SHOWN]:
         place = _walk(root, e["loc"])
         if e["type"] == "missing" and place.path and isinstance(place.path[-1], int):  # a list that is too short
             place = _walk(root, place.path[:-1])
+        if e["type"] in _LENGTHS:  # of several readings the one that got so far
+            lists.append(place.path)
+            found.pop(place.path, None)
         if e["type"] != "default_factory_not_called":
             found.setdefault(place.path, _sentence(root, data, e, place))
+    found = {p: said for p, said in found.items() if not any(q != p and p[: len(q)] == q for q in lists)}
     deepest = [p for p in found if not any(p and q != p and q[: len(p)] == p for q in found)]
     lines = [found[p] for p in deepest]
     more = max(0, len(errors) - _SHOWN)

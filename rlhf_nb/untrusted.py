@@ -142,7 +142,7 @@ def json_lines(file: BinaryIO, limit: int = MAX_LINE, whole: bool = True) -> Ite
 
 # %% ../nbs/untrusted.ipynb #cf0b2bbf
 MAX_CONFIG = 250_000  # characters of a config file; a long one has five thousand
-MAX_VALUES = 20_000  # values in it, each counted as often as aliases repeat it
+MAX_VALUES = 10_000  # values in it, each counted as often as aliases repeat it
 
 
 class _Loader(yaml.SafeLoader):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import math
@@ -11,6 +12,7 @@ import re
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from rlhf_nb.rollout import episodes as module
 from rlhf_nb.rollout.backends import OurSampler, Request, Sampler
 from rlhf_nb.rollout.episodes import EpisodeConfig, Episodes, Step, Turn, environment_kinds
 from rlhf_nb.rollout.sampler import as_rollout
+from rlhf_nb.rollout.tools import Call, Tools
 from rlhf_nb.train.grpo import VARIANTS, GRPOConfig, GRPOTrainer
 from rlhf_nb.train.online_dpo import OnlineDPOTrainer
 from rlhf_nb.train.pairs import OnlineDPOConfig
@@ -212,6 +215,39 @@ def test_who_waits_costs_the_others_nothing() -> None:
     wall, longest = time.monotonic() - begun, max(e["wait_tools_s"] for e in r.columns["episode"])
     assert longest >= 3.0 and sum(e["turns"] == 3 for e in r.columns["episode"]) > 20
     assert wall <= 1.3 * (longest + inner.seconds), (wall, longest, inner.seconds)
+
+
+async def one_by_one(*values: Any) -> Any:
+    for value in values:
+        yield value
+
+
+async def in_time(value: Any) -> Any:
+    return value
+
+
+RESULTS: dict[str, tuple[Callable[[], Any], str]] = {  # whatever comes one by one is what comes, not its address
+    "a generator": (lambda: (i for i in range(3)), "[0, 1, 2]"), "a set": (lambda: {4}, "[4]"), "a frozenset": (lambda: frozenset(), "[]"),
+    "a map": (lambda: map(str, [1]), '["1"]'), "a zip": (lambda: zip("a", "b"), '[["a", "b"]]'), "a range": (lambda: range(2), "[0, 1]"),
+    "keys": (lambda: {"k": 1}.keys(), '["k"]'), "values": (lambda: {"k": 1}.values(), "[1]"), "items": (lambda: {"k": 1}.items(), '[["k", 1]]'),
+    "a deque": (lambda: deque([1]), "[1]"), "an async generator": (lambda: one_by_one(1, 2), "[1, 2]"), "a coroutine's set": (lambda: in_time({4}), "[4]"),
+    "inside": (lambda: {"found": (i for i in "ab")}, '{"found": ["a", "b"]}'), "without end": (lambda: itertools.count(), json.dumps(list(range(1000)))),
+    "a list": (lambda: [1], "[1]"), "words": (lambda: "a b", "a b"), "nothing": (lambda: None, "null"),
+}  # fmt: skip
+LATE: dict[str, Callable[[], Any]] = {  # fails or waits where it is read, not where it is made
+    "a generator that waits": lambda: (threading.Event().wait(20) for _ in range(1)), "a generator that fails": lambda: (1 // i for i in range(1)),
+    "a coroutine's generator that fails": lambda: in_time(1 // i for i in range(1)),
+}  # fmt: skip
+
+
+def test_a_result_is_read_as_what_it_holds() -> None:
+    schemas = [{"function": {"name": name}} for name in [*RESULTS, *LATE]]
+    tools = Tools([*(f for f, _ in RESULTS.values()), *LATE.values()], schemas)
+    begun = time.monotonic()
+    said = tools.call([Call(name, {}) for name in [*RESULTS, *LATE]], 2.0)
+    assert time.monotonic() - begun < 10
+    assert [r.text for r in said[: len(RESULTS)]] == [words for _, words in RESULTS.values()]
+    assert all(r.failed for r in said[len(RESULTS) :]) and not any(r.failed for r in said[: len(RESULTS)])
 
 
 def broken(kind: str) -> Callable[[], Any]:
@@ -572,6 +608,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a hint of nothing": ({"tools": [unknown_hint], "reward": len}, "described to a model: name 'Missing' is not defined"),
     "no hints": ({"tools": [tool_without_hints], "reward": len}, "tool 'tool_without_hints' can't be described"),
     "two of one name": ({"tools": [good, good], "reward": len}, "two tools are called 'good'"),
+    "a number as tools": ({"tools": 3, "reward": len}, "tools is 3, and 3 can't be called: write tools=[FUNCTION, ...]"),
+    "a name as tools": ({"tools": "good", "reward": len}, "tools is 'good', and 'good' can't be called"),
+    "tools by name": ({"tools": {"good": good}, "reward": len}, "can't be called"),
+    "a number among tools": ({"tools": [good, 3], "reward": len}, "and 3 can't be called"),
     "unknown in a row": (
         {"environment": {"chat": Chat}, "rows": [{"prompt": "a", "environment": "chatt"}]}, "Did you mean 'chat'"),
     "none in a row": ({"environment": {"chat": Chat}, "rows": [{"prompt": "a"}]}, "asks for the environment None"),

@@ -6,7 +6,9 @@ import base64
 import json
 import struct
 import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,16 +23,21 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_nb.data.templates import CHATML, encode_continuations, train_bpe
 from rlhf_nb.models.load import save_model
-from rlhf_nb.serve.protocol import ChatAsked, Form, Refused, read_request
+from rlhf_nb.serve.gate import new_key
+from rlhf_nb.serve.protocol import ChatAsked, Form, Refused, TextAsked, read_request
+from rlhf_nb.serve.reading import EmbeddingsAsked, ScoreAsked
 
 SCHEMA = {"type": "object", "properties": {"owl": {"type": "boolean"}, "age": {"enum": [1, 22]}}, "required": ["owl", "age"], "additionalProperties": False}  # fmt: skip
 TOOL = {"type": "function", "function": {"name": "tide", "description": "of a day", "parameters": {"type": "object", "properties": {"day": {"type": "integer"}}}}}  # fmt: skip
 ASK: list[Any] = [{"role": "user", "content": "Where do owls live?"}]
 
 
+KEYS = {name: new_key(name) for name in ("ann", "eve")}
+
+
 @pytest.fixture(scope="module")
-def chat(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A chat model with byte-level tokens, never trained, and a reward that counts letters."""
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A chat model with byte-level tokens, never trained, a reward that counts letters, and two keys."""
     place = tmp_path_factory.mktemp("chat")
     torch.manual_seed(0)
     tok = train_bpe(["An owl lives in the forest. Where do owls live?"], 320)
@@ -44,7 +51,17 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     }
     net = LlamaForCausalLM(LlamaConfig(vocab_size=len(tok), eos_token_id=tok.eos_token_id, bos_token_id=None, max_position_embeddings=1024, **shape))  # fmt: skip
     save_model(net, tok, place / "m")
-    (place / "letters.py").write_text("def f(prompts, completions):\n    return [float(len(c)) for c in completions]\n")
+    (place / "letters.py").write_text(
+        "def f(prompts, completions):\n    return [None if '?' in c else float(len(c)) for c in completions]\n"
+    )
+    (place / "keys").write_text("".join(line + "\n" for _, line in KEYS.values()))
+    return place
+
+
+@pytest.fixture(scope="module")
+def chat(made: Path) -> Iterator[Running]:
+    """A server of it."""
+    place = made
     found = Running(
         models={"m": str(place / "m")}, rewards={"m": {"file": str(place / "letters.py"), "fn": "f"}}, max_context=1024
     )
@@ -81,6 +98,22 @@ def test_json_of_a_schema_whole_and_streamed_while_others_are_answered(chat: Run
     assert cut.choices[0].finish_reason == "length" and (cut.choices[0].message.content or "").startswith("{")
 
 
+BAD: list[tuple[Any, str]] = [  # schemas that nothing can keep, or that no JSON can hold
+    ({"$ref": "#"}, "constrained by a json schema"), ({"$ref": "#/$defs/none"}, "can't be kept"), ({"$ref": "file:///etc/passwd"}, "can't be kept"),
+    ({"enum": []}, "can't be kept"), ({"enum": [10**400]}, "can't be kept"), ({"type": "integer", "minimum": 5, "maximum": 3}, "can't be kept"),
+    ({"allOf": [{"type": "string"}, {"type": "integer"}]}, "can't be kept"), ({"type": "strin"}, "can't be kept"), ({"type": 3}, "can't be kept"),
+    ({"type": "string", "pattern": "(("}, "can't be kept"), ({"type": "integer", "multipleOf": 0}, "can't be kept"),
+    ({"type": "object", "properties": {"a": False}, "required": ["a"]}, "can't be kept"), ({"type": "array", "uniqueItems": True}, "can't be kept"),
+]  # fmt: skip
+
+
+def test_numbers_that_no_json_holds_are_refused(chat: Running) -> None:
+    for number in ("NaN", "1e999", "-Infinity"):
+        body = '{"model": "m", "messages": [{"role": "user", "content": "a"}], "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": [%s]}}}}'
+        said = httpx.post(f"{chat.address}/v1/chat/completions", content=body % number, headers={"Content-Type": "application/json"}, timeout=60)  # fmt: skip
+        assert said.status_code == 400, said.text
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [
@@ -93,6 +126,7 @@ def test_json_of_a_schema_whole_and_streamed_while_others_are_answered(chat: Run
         ({"messages": [{"role": "user", "tool_calls": [{"function": {"name": "a", "arguments": "{}"}}]}]}, "only the assistant"),
         ({"messages": [{"role": "user"}]}, "needs content"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["a" * 70000]}}}}, "65,536"),
+        *(({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}, words) for schema, words in BAD),
     ],
 )  # fmt: skip
 def test_what_can_not_be_kept_is_refused(chat: Running, more: dict[str, Any], words: str) -> None:
@@ -128,7 +162,7 @@ def test_parallel_calls_in_three_forms(form: Any, text: str, before: str | None)
     half = len(text) // 2
     first = streamed.chunk(0, AnswerPiece(text[:half], (), None))
     last = ChatCompletionChunk(**streamed.chunk(0, AnswerPiece(text[half:], (), "stop")))
-    assert first["choices"] == [] and last.choices[0].finish_reason == "tool_calls"
+    assert [c["delta"] for c in first["choices"]] == [{}] and last.choices[0].finish_reason == "tool_calls"
     assert [json.loads(c.function.arguments) for c in last.choices[0].delta.tool_calls or ()] == days  # type: ignore[union-attr, arg-type]
     one = Form("i", "m", "v", True, calls=form, parallel=False).spoken(text, "stop")[0]["tool_calls"]
     assert [json.loads(c["function"]["arguments"]) for c in one] == days[:1]
@@ -198,6 +232,102 @@ def test_embeddings_are_means_of_length_one(chat: Running) -> None:
     assert post(chat, "/v1/embeddings", input="a", model="no").status_code == 404
 
 
+ENTRY: dict[str, Any] = {"messages": ASK[0], "tools": TOOL, "stop": "a", "prompt": "a", "answers": "a", "input": "a"}
+
+
+@pytest.mark.parametrize("kind", [ChatAsked, TextAsked, ScoreAsked, EmbeddingsAsked])
+def test_a_list_that_is_too_long_is_called_that(kind: Any) -> None:
+    """Each list of each request, whatever else it might have been: what is said counts its entries, and says the bound."""
+    fine = {"model": "m"} | {
+        k: v if k == "prompt" else [v] for k, v in ENTRY.items() if k in kind.model_fields and k != "stop"
+    }
+    for field in ENTRY.keys() & kind.model_fields:
+        entry = ASK[0] if field == "prompt" and kind is ScoreAsked else ENTRY[field]
+        with pytest.raises(Refused, match=f"^{field}: got 2,000 entries, expected at most [0-9,]+.$"):
+            read_request(kind, json.dumps(fine | {field: [entry] * 2000}).encode())
+
+
 def test_refused_is_an_error_of_ours() -> None:
     with pytest.raises(Refused, match="tool_calls"):
         read_request(ChatAsked, b'{"model": "m", "messages": [{"role": "assistant", "tool_calls": 3}]}')
+
+
+LONG = "Where do owls live? " * 20
+DEAR: dict[str, tuple[str, dict[str, Any]]] = {  # what computes beside the answers that are written together
+    "score": ("/v1/score", {"prompt": LONG, "answers": ["On", "In"]}),
+    "embeddings": ("/v1/embeddings", {"input": [LONG, LONG]}),
+    "a form": ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}], "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "string", "minLength": 90}}}, "max_tokens": 40}),
+}  # fmt: skip
+
+
+def test_what_one_key_has_computed_beside_keeps_another_one_waiting_for_one_task_at_most(made: Path) -> None:
+    """No clock: while the thread is held, six requests of eve's come, then ann's; of eve's tasks one may be done before ann's two tokens."""
+    run = Running(models={"m": str(made / "m")}, rewards={"m": {"file": str(made / "letters.py"), "fn": "f"}}, keys=str(made / "keys"), max_context=1024)  # fmt: skip
+    own, batcher, engine = run.site.batcher.do, run.site.batcher, run.site.batcher.engines["m"]
+    step = engine.step
+    try:
+        for name, (path, body) in DEAR.items():
+            order, held = list[str](), threading.Event()
+            engine.step = lambda *how: (order.append("a token of ann's"), step(*how))  # type: ignore[method-assign, func-returns-value, assignment, misc]  # noqa: B023
+            batcher.do = lambda task, *how: own(lambda: (order.append("eve"), task()), *how)  # type: ignore[method-assign, func-returns-value]  # noqa: B023
+
+            def ask(who: str, path: str, body: dict[str, Any]) -> None:
+                said = httpx.post(f"{run.address}{path}", json={"model": "m"} | body, timeout=60, headers={"authorization": f"Bearer {KEYS[who][0]}"})  # fmt: skip
+                assert said.status_code == 200, said.text
+
+            threads = [threading.Thread(target=ask, args=("eve", path, body)) for _ in range(6)]
+            own(held.wait)
+            [t.start() for t in threads]
+            while len(batcher._tasks) < 6:
+                time.sleep(0.01)
+            ann = threading.Thread(target=ask, args=("ann", "/v1/completions", {"prompt": "An owl", "max_tokens": 2}))
+            ann.start()
+            while not batcher._queue:
+                time.sleep(0.01)
+            held.set()
+            [t.join() for t in [ann, *threads]]
+            assert order.index("a token of ann's") <= 1 and order.count("eve") >= 12, (name, order)
+    finally:
+        held.set()
+        run.stop()
+
+
+def test_what_is_judged_has_a_number_or_none(chat: Running) -> None:
+    rows = post(chat, "/v1/score", prompt="a", answers=["On", "On?"]).json()["data"]
+    assert [r["reward"] for r in rows] == [2.0, None]
+
+
+def test_a_task_that_fails_ends_no_thread(chat: Running) -> None:
+    def fails() -> None:
+        raise ValueError("whatever")
+
+    chat.site.batcher.do(fails)
+    chat.site.batcher.do(fails, "eve", 3.0)
+    assert post(chat, "/v1/completions", prompt="An owl", max_tokens=2).status_code == 200
+    assert not chat.site.batcher._tasks and chat.site.batcher.alive
+
+
+def test_all_that_a_message_says_counts_before_it_is_read(chat: Running) -> None:
+    """Whatever field of a message holds a long text, it is refused by its length alone, and paid for."""
+    model, long = chat.site.models["m"], "owl " * 20_000
+    call = {"id": "1", "type": "function", "function": {"name": "tide", "arguments": "{}"}}
+    for where in (
+        {"content": long},
+        {"content": [{"type": "text", "text": long}]},
+        {"tool_calls": [{**call, "function": {"name": "tide", "arguments": json.dumps({"a": long})}}]},
+    ):
+        body = {"model": "m", "messages": [*ASK, {"role": "assistant", **where}, *ASK]}
+        asked = read_request(ChatAsked, json.dumps(body).encode())
+        assert model.least([m.message() for m in asked.messages]) > len(long) // 40, where
+
+
+def test_numbers_of_a_broken_model_are_an_error(made: Path) -> None:
+    run = Running(models={"m": str(made / "m")}, max_context=1024)
+    try:
+        run.site.models["m"].net.model.norm.weight.data.fill_(float("nan"))
+        for path, body in (*DEAR.values(), ("/v1/completions", {"prompt": "An owl"})):
+            said = post(run, path, **body)
+            assert said.status_code == 500 and "not finite" in said.text, said.text
+        assert run.site.batcher.alive
+    finally:
+        run.stop()

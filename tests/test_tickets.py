@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import random
+import signal
 import threading
 import time
 import warnings
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,9 @@ METHODS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 }
 
 
-def make(kind: str, folder: Path, lag: int, reward: Any = toy.gold_reward, prompts: int = 16, **over: Any) -> Any:
+def make(
+    kind: str, folder: Path, lag: int, reward: Any = toy.gold_reward, prompts: int = 16, more: Any = None, **over: Any
+) -> Any:
     config, trainer, own = METHODS[kind]
     settings: dict[str, Any] = {
         "steps": 4, "epochs": None, "rollout_batch_size": 8, "mini_batch_size": 4, "sampling": {"max_new_tokens": 6},
@@ -44,7 +48,7 @@ def make(kind: str, folder: Path, lag: int, reward: Any = toy.gold_reward, promp
         "optimizer": {"lr": 1e-2},
     }  # fmt: skip
     config = config.preset("toy", output_dir=str(folder), **settings | own | over)
-    model, rows = toy.build_model(0, "tiny"), toy.train_prompts(prompts)
+    model, rows = toy.build_model(0, "tiny"), [row | (more or {}) for row in toy.train_prompts(prompts)]
     return trainer(config, model, toy.build_tokenizer(), reward=reward, rows=rows)
 
 
@@ -183,6 +187,58 @@ def test_another_lag_after_a_resume(tmp_path: Path) -> None:
         t.fit(resume=True)
     lags = {e["step"]: e.get("rollout/lag") for e in read_metrics(tmp_path) if e["type"] == "step"}
     assert lags == {1: 0.0, 2: 1.0, 3: 2.0, 4: None, 5: None} and not t.method.rollouts.tickets
+
+
+@pytest.mark.parametrize("kind", ["ppo", "raft"])
+def test_a_run_that_had_ended_goes_on(kind: str, tmp_path: Path) -> None:
+    """Its last checkpoint holds no ticket; with more steps it goes on, and with the same lag without a word."""
+    make(kind, tmp_path, 2, steps=2).fit()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message="rollouts.lag is 2, but the rewards")
+        t = make(kind, tmp_path, 2, steps=4)
+        t.fit(resume=True)
+    lags = {e["step"]: e["rollout/lag"] for e in read_metrics(tmp_path) if e["type"] == "step"}
+    assert lags == {1: 0, 2: 1, 3: 0, 4: 1}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [date(2020, 1, 1), b"x", {1, 2}, {1: 2}, object(), {"a": [date(2020, 1, 1)]}],
+    ids=lambda v: type(v).__name__,
+)
+def test_columns_that_no_checkpoint_holds_are_refused_before_anything_is_drawn(value: Any, tmp_path: Path) -> None:
+    t = make("raft", tmp_path, 1, more={"when": value})
+    with pytest.raises(ConfigError, match="the column at 'when.0.* or set rollouts.lag=0"):
+        t.fit()
+    assert not t.method.rollouts.tickets
+    assert len(make("raft", tmp_path / "none", 0, more={"when": value}, steps=1).fit()) == 1
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_a_ctrl_c_does_not_wait_for_rewards(lag: int, tmp_path: Path) -> None:
+    """Whichever step waits, one Ctrl-C ends the run, and its checkpoint goes on to the bits of a run that was let be."""
+    never, asked, seen = threading.Event(), threading.Event(), list[int]()
+
+    def reward(prompts: Any, completions: Any, **columns: Any) -> Any:
+        seen.append(1)
+        if len(seen) > 1:
+            asked.set()
+            never.wait(60)
+        return toy.gold_reward(prompts, completions, **columns)
+
+    t = make("raft", tmp_path / "a", lag, reward, reward_timeout=None)
+    threading.Thread(
+        target=lambda: (asked.wait(), time.sleep(0.3), signal.raise_signal(signal.SIGINT)), daemon=True
+    ).start()
+    begun = time.monotonic()
+    history = t.fit()
+    assert history.stopped == "interrupted (SIGINT)" and t.step == 1 and time.monotonic() - begun < 30
+    never.set()
+    again, straight = make("raft", tmp_path / "a", lag), make("raft", tmp_path / "b", lag)
+    again.fit(resume=True)
+    straight.fit()
+    assert weights(again) == weights(straight)
 
 
 def test_a_temperature_that_is_set_counts_for_what_is_drawn_from_then_on(tmp_path: Path) -> None:

@@ -111,6 +111,12 @@ def test_what_twenty_thousand_files_found(name: str, number: int, tmp_path: Path
     assert not fuzz.case(name, number, 2711)
 
 
+def test_what_ten_thousand_files_found_later(tmp_path: Path) -> None:
+    """A message that names twenty thousand keys, and values of YAML that take five seconds: two cases of seed 2712."""
+    fuzz.prepare(tmp_path)
+    assert not fuzz.case("pairs.jsonl", 476, 2712) and not fuzz.case("config.yaml", 41, 2712)
+
+
 def test_fuzzing_can_find_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     def careless(folder: Path, data: bytes) -> None:
         [json.loads(line)["request"] for line in data.splitlines() if line]

@@ -220,8 +220,8 @@ def check_messages(messages: Any, where: str = "messages") -> list[Message]:
         if missing:
             other = " data.columns={messages: conversations} reads from and value." if "from" in m else ""
             raise DataError(
-                f"{where}[{i}] has no {missing[0]!r}; it has {', '.join(map(str, m)) or 'nothing'}. Each message needs "
-                f"'role' and 'content'.{other}"
+                f"{where}[{i}] has no {missing[0]!r}; it has {', '.join(map(str, m)) or 'nothing':.200}. Each message "
+                f"needs 'role' and 'content'.{other}"
             )
         if m["role"] not in ROLES:
             raise DataError(f"{where}[{i}] has the role {m['role']!r:.40}; known roles are {', '.join(ROLES)}.")

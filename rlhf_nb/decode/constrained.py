@@ -62,7 +62,10 @@ class AnswerForm:
         guide = _guide()
         matcher = guide.LLMatcher
         if self.said == "json_schema":
-            grammar = matcher.grammar_from_json_schema(self.text, defaults={"whitespace_pattern": r"\n? {0,8}"})
+            try:
+                grammar = matcher.grammar_from_json_schema(self.text, defaults={"whitespace_pattern": r"\n? {0,8}"})
+            except ValueError as e:  # a number that no JSON can hold
+                raise ConfigError(f"json_schema={self.text:.60} can't be kept: {_reason(str(e))}.") from e
         else:
             lark = self.text if self.said == "grammar" else f"start: /{guide.regex_to_lark(self.text, 'd')}/"
             grammar = matcher.grammar_from_lark(lark)
@@ -203,6 +206,7 @@ class Constrained(Decoder):
                     "one that only has whole words, as the toy world's, can't write every form."
                 ) from e
             self._known = (key, _guide().LLMatcher(table, self.grammar, log_level=0), tokenizer)
+            self._known[1].compute_logit_bias()  # whether any token can begin it
         if self._known[1].is_error():
             raise ConfigError(f"{self.name}: {_reason(self._known[1].get_error())}.")
         return self._known[1]

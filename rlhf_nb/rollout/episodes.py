@@ -194,8 +194,14 @@ def environment_kinds(environment: Any, tools: Iterable[Callable[..., Any]] = ()
     Args:
         environment: a class, a function that makes one, a dict of these, or None.
         tools: as in `environment_kind`.
+
+    Raises:
+        ConfigError: tools are no list of functions; see `environment_kind`.
     """
-    given = list(tools)
+    one = callable(tools) or isinstance(tools, str | Mapping) or not isinstance(tools, Iterable)
+    given: list[Any] = [tools] if one else list(tools)
+    if wrong := [f for f in given if not callable(f)]:
+        raise ConfigError(f"tools is {tools!r:.80}, and {wrong[0]!r:.40} can't be called: write tools=[FUNCTION, ...].")
     if isinstance(environment, Mapping):
         return {str(k): environment_kind(make, given, str(k)) for k, make in environment.items()}
     return {None: environment_kind(environment, given)}

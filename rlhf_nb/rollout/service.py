@@ -118,13 +118,19 @@ class Rollouts:
             ticket.said = None
             raise
 
-    def state_dict(self) -> list[dict[str, Any]]:
-        """All tickets, with their rewards, for which it waits; without, where they failed: they are asked for again."""
+    def state_dict(self, ends: Callable[[], object] = lambda: False) -> list[dict[str, Any]]:
+        """All tickets, with their rewards; without, where they failed, or were late: they are asked for again.
+
+        Args:
+            ends: whether the run was told to end; then late rewards aren't waited for.
+        """
         told = list[dict[str, Any]]()
         for t in self.tickets.values():
+            while t.said is not None and not (t.said.done() or ends()):
+                wait([t.said], 0.1)
             try:
-                said = None if t.said is None else t.said.result()._asdict()
-            except Exception:  # it is raised where the ticket is learnt from
+                said = None if t.said is None else t.said.result(0)._asdict()
+            except Exception:  # late, or a fault, which is raised where the ticket is learnt from
                 said = None
             columns = {k: v for k, v in t.drawn.columns.items() if k != "environments"}  # over, and no data
             drawn = replace(t.drawn, columns=columns).columns_dict()
@@ -149,6 +155,8 @@ class Rollouts:
                 steps = None if said["steps"] is None else tuple(x.to(device) for x in said["steps"])
                 ticket.said = future_of(Scored(said["scores"].to(device), here, steps, said["stats"], said["seconds"]))
             self.tickets[ticket.number] = ticket
+            if ticket.said is None and self.at_once:
+                self._ask(ticket)
 
     def close(self) -> None:
         """End the workers; what is drawn stays."""

@@ -9,9 +9,11 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, MappingView, Sequence, Set
 from concurrent.futures import Future
 from functools import partial
+from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 from ..core import ConfigError, did_you_mean
@@ -167,14 +169,33 @@ class Result(NamedTuple):
     failed: bool = False
 
 
+_MOST_ITEMS = 1000  # of a result that comes one by one
+_SEVERAL: Any = (Iterator, Set, MappingView, range, deque)
+
+
+def _plain(value: Any) -> Any:
+    """What JSON doesn't know as what it does: sets, and what comes one by one, as a list, the rest as its words."""
+    return list(islice(value, _MOST_ITEMS)) if isinstance(value, _SEVERAL) else str(value)
+
+
 def _as_text(value: Any) -> str:
     """A tool's result as the model reads it."""
     if isinstance(value, str):
         return value
     try:
-        return json.dumps(value, ensure_ascii=False, default=str)
+        return json.dumps(value, ensure_ascii=False, default=_plain)
     except (TypeError, ValueError, RecursionError):
         return str(value)
+
+
+def _called(f: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """The text of a call's result, or a coroutine that gives it; all of it is made in the tool's own thread."""
+
+    async def later() -> str:
+        return _as_text([x async for x in found] if inspect.isasyncgen(found) else await found)
+
+    found = f(**arguments)
+    return later() if inspect.isawaitable(found) or inspect.isasyncgen(found) else _as_text(found)
 
 
 class Tools:
@@ -204,7 +225,9 @@ class Tools:
             seconds: that each may take.
         """
         known, until = self.functions, time.monotonic() + seconds
-        begun = [begin(partial(known[c.name], **c.arguments), seconds) if c.name in known else None for c in calls]
+        begun = [
+            begin(partial(_called, known[c.name], c.arguments), seconds) if c.name in known else None for c in calls
+        ]
         return [self._result(c, future, until, seconds) for c, future in zip(calls, begun)]
 
     def _result(self, call: Call, future: Future[Any] | None, until: float, seconds: float) -> Result:
@@ -213,7 +236,7 @@ class Tools:
             hint = did_you_mean(call.name, self.functions, f"There are: {', '.join(self.functions) or 'none'}.")
             return Result(f"Error: there is no tool {call.name!r}. {hint}", True)
         try:
-            return Result(_as_text(future.result(max(0.0, until - time.monotonic()))))
+            return Result(future.result(max(0.0, until - time.monotonic())))
         except BaseException as e:
             if isinstance(e, KeyboardInterrupt) and not future.done():
                 raise

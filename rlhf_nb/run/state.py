@@ -66,7 +66,8 @@ def run_state(run: Any) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         "observers": run.observers.state_dict(), "config": plain_json(run.config.to_dict()),
     }  # fmt: skip
     if run.method.ahead is not None:
-        plain, ahead = split_state(run.method.ahead.state_dict())  # each rank's own, all of it in one file, hashed
+        ends = lambda: run.step_start.signals and run.step_start.signals.requested
+        plain, ahead = split_state(run.method.ahead.state_dict(ends))  # each rank's own, all of it in one file, hashed
         ahead["plain"] = torch.frombuffer(bytearray(json.dumps(plain).encode()), dtype=torch.uint8)
         tensors[f"ahead-{engine.rank}"] = ahead
     return snapshot(tensors), meta

@@ -31,9 +31,10 @@ from .words import Words
 from ..types import prompt_uid
 
 log = logging.getLogger(__name__)
+READ_PER_WRITTEN = 16.0  # tokens that are read in about the time in which one is written
 
 # %% auto #0
-__all__ = ['log', 'Token', 'AnswerPiece', 'Ask', 'ServedEngine', 'Batcher']
+__all__ = ['log', 'READ_PER_WRITTEN', 'Token', 'AnswerPiece', 'Ask', 'ServedEngine', 'Batcher']
 
 # %% ../../nbs/serve/batcher.ipynb #5e883007
 class Token(NamedTuple):
@@ -260,7 +261,8 @@ class Batcher:
 
     Args:
         engines: by name.
-        most: most answers at a time, over all engines; they are divided equally among the owners of asks.
+        most: most answers at a time, over all engines; they are divided equally among the owners of asks. (Tasks, too,
+            are taken in the order of who has had least.)
         read: most tokens of prompts that are read between two steps, while answers are running.
     """
 
@@ -268,7 +270,7 @@ class Batcher:
         self.engines, self.most, self.read = engines, most, read
         self._queue: deque[tuple[str, Ask]] = deque()
         self.shares, self.parked = Shares(), 0  # parked: times that an answer made room
-        self._tasks: deque[Callable[[], None]] = deque()
+        self._tasks: deque[tuple[str, float, Callable[[], None]]] = deque()
         self._more, self._ended = threading.Condition(), False
         self.thread = threading.Thread(target=self._run, name="rlhf-nb-batcher", daemon=True)
         self.beat = time.monotonic()  # when the thread last showed that it lives
@@ -286,10 +288,17 @@ class Batcher:
             self._queue.extend((name, ask) for ask in asks)
             self._more.notify()
 
-    def do(self, task: Callable[[], None]) -> None:
-        """Let the thread do something with the models between two steps."""
+    def do(self, task: Callable[[], None], owner: str = "", cost: float = 0.0) -> None:
+        """Let the thread do something with the models between two steps.
+
+        Args:
+            task: tells by itself what goes wrong.
+            owner: whose it is.
+            cost: about the tokens that could be written meanwhile; 0: nothing that others would notice. Of tasks with a
+                cost one is done between two steps, and none while an owner who has had less waits for an answer.
+        """
         with self._more:
-            self._tasks.append(task)
+            self._tasks.append((owner, cost, task))
             self._more.notify()
 
     def stop(self, wait: float = 5.0) -> None:
@@ -331,8 +340,13 @@ class Batcher:
 
     def _turn(self) -> None:
         """One token for every row, and what is to be done before."""
-        while self._tasks:
-            self._tasks.popleft()()
+        while (found := self._task()) is not None:
+            try:
+                found[2]()
+            except Exception:  # the thread goes on with what others want
+                log.exception("a task of the models' thread failed")
+            if found[1]:
+                break
         now = time.monotonic()
         for engine in self.engines.values():
             engine.end(lambda ask: _over(ask, now))
@@ -340,6 +354,24 @@ class Batcher:
         for engine in self.engines.values():
             if engine.rows:
                 self._guarded(engine, engine.step)
+
+    def _task(self) -> tuple[str, float, Callable[[], None]] | None:
+        """The next task whose turn has come; None: there is none."""
+        with self._more:
+            first: dict[str, tuple[str, float, Callable[[], None]]] = {}
+            for entry in self._tasks:
+                first.setdefault(entry[0] if entry[1] else "", entry)
+            if "" not in first and first:
+                who = self.shares.next(first)
+                asks = [a for _, a in self._queue] + [r.ask for e in self.engines.values() for r in e.rows]
+                others = {a.owner for a in asks if not a.shadow} - {who}
+                if any(self.shares.had(other) < self.shares.had(who) for other in others):
+                    return None
+                self.shares.charge(who, first[who][1])
+                first = {"": first[who]}
+            if first:
+                self._tasks.remove(first[""])
+            return first.get("")
 
     def _guarded(self, engine: ServedEngine, act: Callable[[], None]) -> bool:
         """Do something with an engine; an error ends its answers, not the server."""

@@ -18,7 +18,7 @@ from ..feedback.traffic import Served, TrafficLog
 from ..rollout.backends import answers_to_tensors
 from ..rollout.sampler import as_rollout
 from .forms import write_in_form
-from .batcher import Ask, AnswerPiece, Token
+from .batcher import READ_PER_WRITTEN, Ask, AnswerPiece, Token
 from .gate import Gate, Ticket
 from .intake import Intake, log
 from .meters import Meters
@@ -86,13 +86,6 @@ class Exchange:
         for answer in self.answers:
             self.desk.site.batcher.put(answer.model.name, answer.ask)
 
-    def later(self, task: Callable[[], None]) -> None:
-        """Have a task done by the thread that owns the models, after what it does now."""
-        try:
-            self.loop.call_soon_threadsafe(self.desk.site.batcher.do, task)
-        except RuntimeError:
-            pass  # the server has ended
-
     def _come(self, index: int, piece: AnswerPiece) -> None:
         """A piece has come."""
         answer = self.answers[index]
@@ -159,8 +152,8 @@ class Desk:
         try:
             self.gate.charge(who, sum(guess) + draws * most * len(given))
             prompts = await self._encode(who, model, given, tools)
-            most = self._room(asked, model, max(map(len, prompts)))
             self.gate.fine(who, sum(map(len, prompts)) - sum(guess))
+            most = self._room(asked, model, max(map(len, prompts)))
         except BaseException:
             ticket.back(ticket.left, answered=False)
             raise
@@ -169,7 +162,8 @@ class Desk:
         self._ask(exchange, asked, model, prompts, draws, most)
         if form is not None:
             for answer in exchange.answers:
-                write_in_form(exchange.later, answer.model, answer.ask, form)
+                later = lambda task, cost: self.site.batcher.do(task, who, cost)
+                write_in_form(later, answer.model, answer.ask, form)
             return exchange, prompts, draws
         for shadow in self.site.shadows(model.name):
             await self._shadow(exchange, asked, shadow, given, tools)
@@ -309,7 +303,8 @@ class Desk:
                     Refused(500, f"the reward that best_of chooses by failed ({type(e).__name__}).", "server_error"),
                 )
 
-        self.site.batcher.do(work)
+        cost = sum(len(a.ask.ids) + len(a.tokens) for a in answers) / READ_PER_WRITTEN
+        self.site.batcher.do(work, exchange.who, cost)
         return await done
 
 

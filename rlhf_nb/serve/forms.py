@@ -6,12 +6,11 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
-from typing import Any
 
 from ..core import RlhfError, derive_seed
 from ..decode.constrained import Constrained
 from ..rollout.backends import Request
-from .batcher import Ask, AnswerPiece, Token
+from .batcher import READ_PER_WRITTEN, Ask, AnswerPiece, Token, log
 from .site import Model
 from ..types import PromptBatch
 
@@ -22,11 +21,13 @@ __all__ = ['PART', 'write_in_form']
 PART = 16  # tokens that are written before other clients have a step
 
 
-def write_in_form(later: Callable[[Callable[[], None]], None], model: Model, ask: Ask, decoder: Constrained) -> None:
+def write_in_form(
+    later: Callable[[Callable[[], None], float], None], model: Model, ask: Ask, decoder: Constrained
+) -> None:
     """Write one answer in a form; its pieces are told as the batcher tells those of others.
 
     Args:
-        later: has a task done by the thread that owns the models, after a step for all others.
+        later: has a task done by the thread that owns the models when its turn has come, by its cost (`Batcher.do`).
         model: that answers.
         ask: what a client wants, its text without stops.
         decoder: knows the form.
@@ -49,8 +50,12 @@ def write_in_form(later: Callable[[Callable[[], None]], None], model: Model, ask
                 r = mine.answer(
                     model.net, Request(prompts, how, model.tokenizer, seed, greedy=ask.greedy, eos=list(ask.eos))
                 )
-        except RlhfError as e:
-            return ask.tell(AnswerPiece("", (), "error", str(e)))
+        except Exception as e:
+            own = isinstance(e, RlhfError)
+            if not own:
+                log.exception("an answer in a form was broken off")
+            why = str(e) if own else f"the server could not compute this answer ({type(e).__name__})."
+            return ask.tell(AnswerPiece("", (), "error", why))
         new = r.completion_ids[0, : int(r.completion_lens[0])].tolist()
         said.extend(new)
         ended = said[-1] in ask.eos
@@ -60,6 +65,6 @@ def write_in_form(later: Callable[[Callable[[], None]], None], model: Model, ask
         piece, told = text[len(told) :], text
         ask.tell(AnswerPiece(piece, tuple(Token(i, 0.0, ()) for i in new), finish))
         if not finish:
-            later(part)
+            later(part, PART + (len(ask.ids) + len(said)) / READ_PER_WRITTEN)
 
-    later(part)
+    later(part, PART + len(ask.ids) / READ_PER_WRITTEN)

@@ -513,8 +513,8 @@ class Form:
         """What is new in an answer."""
         if self.calls:  # whether it calls is known at its end
             self.held[index] = self.held.get(index, "") + piece.text
-            if not piece.finish:
-                return self._chunk([])
+            if not piece.finish:  # a client may look into each choice's delta
+                return self._chunk([{"index": index, "delta": {}, "finish_reason": None, "logprobs": None}])
             delta, finish = self.spoken(self.held.pop(index), piece.finish)
             delta["tool_calls"] = [{"index": i, **c} for i, c in enumerate(delta.get("tool_calls", ()))]
             delta = {k: v for k, v in delta.items() if v}

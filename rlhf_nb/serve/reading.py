@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import math
 import struct
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
 import torch
@@ -17,6 +19,7 @@ from ..rollout.backends import answers_to_tensors
 from ..rollout.sampler import as_rollout
 from ..scoring.head import split_head
 from ..scoring.scores import logps
+from .batcher import READ_PER_WRITTEN
 from .desk import Desk
 from .door import gone, unless_gone
 from .protocol import MOST_PROMPTS, Refused, _Ids, _Said, _Text
@@ -67,8 +70,8 @@ class EmbeddingsAsked(BaseModel):
         return list(given)
 
 # %% ../../nbs/serve/reading.ipynb #e03c9e07
-async def _read(desk: Desk, work: Callable[[], _T]) -> _T:
-    """What the thread that owns the models makes of a text."""
+async def _read(desk: Desk, who: str, tokens: int, work: Callable[[], _T]) -> _T:
+    """What the thread that owns the models makes of a client's text, so many tokens long, when its turn has come."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[_T] = loop.create_future()
 
@@ -77,6 +80,8 @@ async def _read(desk: Desk, work: Callable[[], _T]) -> _T:
             done.set_result(value) if problem is None else done.set_exception(problem)
 
     def task() -> None:
+        if done.cancelled():  # the client is gone
+            return
         try:
             with torch.no_grad():
                 found, problem = work(), None
@@ -84,7 +89,7 @@ async def _read(desk: Desk, work: Callable[[], _T]) -> _T:
             found, problem = None, e
         loop.call_soon_threadsafe(settle, found, problem)
 
-    desk.site.batcher.do(task)
+    desk.site.batcher.do(task, who, tokens / READ_PER_WRITTEN)
     return await done
 
 
@@ -106,19 +111,28 @@ def _fit(model: Model, tokens: int) -> None:
         )  # fmt: skip
 
 
+def _finite(numbers: list[float]) -> list[float]:
+    """The same, where all are numbers."""
+    if all(map(math.isfinite, numbers)):
+        return numbers
+    raise Refused(500, "the model's numbers are not finite: its weights or activations hold NaN or Inf.",
+        "server_error", "model_error")  # fmt: skip
+
+
 def log_probs(model: Model, prompt: list[int], answer: list[int]) -> list[float]:
     """Of an answer's tokens, its end included."""
     with model.on():
         return [float(x) for x in logps(model.net, [prompt], [answer])[0]]
 
 
-def reward_of(model: Model, prompt: Sequence[int], given: Any, answer: list[int]) -> float:
-    """What the model's reward says of an answer."""
+def reward_of(model: Model, prompt: Sequence[int], given: Any, answer: list[int]) -> float | None:
+    """What the model's reward says of an answer; None: it has no opinion."""
     ids, lens, finished, _ = answers_to_tensors([answer], None, list(model.eos), 0, torch.device("cpu"))
     batch = PromptBatch.from_lists([list(prompt)], prompts=[given])
     with model.lock:
         r = as_rollout(batch, 1, ids, lens, finished, None, model.tokenizer)
-    return float(model.rewards(r)[0][0])
+    score = float(model.rewards(r, needed=False)[0][0])
+    return None if model.rewards.stats.get("rewards/unscored") else score
 
 
 def embedding(model: Model, ids: list[int]) -> list[float]:
@@ -136,7 +150,8 @@ async def _scored_answer(desk: Desk, asked: ScoreAsked, model: Model, who: str) 
     given = asked.prompt if isinstance(asked.prompt, str) else [m.message() for m in asked.prompt]
     least = max(model.least(a) for a in asked.answers) + model.least(given)
     _fit(model, least)
-    desk.gate.charge(who, model.least(given) + sum(map(model.least, asked.answers)))
+    guess = len(asked.answers) * model.least(given) + sum(map(model.least, asked.answers))  # it is read for each
+    desk.gate.charge(who, guess)
     prompt = await desk.intake.turns.do(who, model.least(given), model.encode, given)
 
     def continued() -> list[list[int]]:
@@ -145,14 +160,17 @@ async def _scored_answer(desk: Desk, asked: ScoreAsked, model: Model, who: str) 
 
     data, tokens = [], 0
     answers = await desk.intake.turns.do(who, sum(map(len, asked.answers)), continued)
+    desk.gate.fine(who, len(answers) * len(prompt) + sum(map(len, answers)) - guess)
     _fit(model, len(prompt) + max(map(len, answers)))
     for i, answer in enumerate(answers):
-        each = await _read(desk, lambda a=answer: log_probs(model, prompt, a))  # type: ignore[misc]
+        size = len(prompt) + len(answer)
+        each = _finite(await _read(desk, who, size, lambda a=answer: log_probs(model, prompt, a)))  # type: ignore[misc]
         row = {"index": i, "logprob": sum(each), "tokens": len(each), "token_logprobs": each, "reward": None}
         if model.rewards is not None:
-            row["reward"] = await _read(desk, lambda a=answer: reward_of(model, prompt, given, a))  # type: ignore[misc]
+            judged = partial(reward_of, model, prompt, given, answer)
+            row["reward"] = await _read(desk, who, size, judged)
         data.append(row)
-        tokens += len(prompt) + len(answer)
+        tokens += size
     return {"object": "list", "data": data, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
 
 
@@ -163,8 +181,9 @@ async def _embeddings(desk: Desk, asked: EmbeddingsAsked, model: Model, who: str
     desk.gate.charge(who, sum(map(model.least, texts)))
     for i, text in enumerate(texts):
         ids = await desk.intake.turns.do(who, model.least(text), model.encode, text)
+        desk.gate.fine(who, len(ids) - model.least(text))
         _fit(model, len(ids))
-        vector: Any = await _read(desk, lambda x=ids: embedding(model, x))  # type: ignore[misc]
+        vector: Any = _finite(await _read(desk, who, len(ids), lambda x=ids: embedding(model, x)))  # type: ignore[misc]
         if asked.encoding_format == "base64":
             vector = base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
         data.append({"object": "embedding", "index": i, "embedding": vector})

@@ -41,6 +41,12 @@ __all__ = ['LETTERS', 'Model', 'settled', 'version_of', 'Site', 'sticky', 'load_
 LETTERS = 32  # of a prompt, at most, for each token; ordinary text has four
 
 
+def _words(m: Message) -> str:
+    """All that a message says, calls of tools included."""
+    calls: Any = m.get("tool_calls") or ()
+    return "".join([str(m["content"]), *(x for c in calls for x in map(str, c["function"].values()))])
+
+
 @dataclass(eq=False)
 class Model:
     """A model that clients can name.
@@ -76,7 +82,7 @@ class Model:
         """Tokens that a prompt must have, by its length alone: one for every `LETTERS` letters."""
         if isinstance(prompt, str):
             return -(-len(prompt) // LETTERS)
-        return sum(-(-len(str(m["content"])) // LETTERS) if isinstance(m, dict) else 1 for m in prompt)
+        return sum(-(-len(_words(m)) // LETTERS) if isinstance(m, dict) else 1 for m in prompt)
 
     def encode(self, prompt: str | list[int] | list[Message], tools: list[Any] | None = None) -> list[int]:
         """Tokens of a prompt; messages go through the chat template with the tools that there are, and nothing in them

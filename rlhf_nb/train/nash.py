@@ -10,7 +10,7 @@ from ..judges.judge import Duel
 from ..losses.group import group_surrogate
 from .online import rollout_metrics
 from .pairs import PairMethod
-from ..types import LossSum, PromptBatch, Rollout
+from ..types import LossSum, PromptBatch, Rollout, along
 
 # %% auto #0
 __all__ = ['NashMD']
@@ -52,9 +52,9 @@ class NashMD(PairMethod):
         own = r[torch.arange(0, len(r), 2)]
         return super().measure(r) | rollout_metrics(own, 0.0) | {"pairs/won": float(self.won(r).mean())}
 
-    def micro_batches(self, mini: Rollout) -> list[Rollout]:
-        """The policy's own answers: nothing is learnt from the opponent's tokens."""
-        return super().micro_batches(mini[torch.arange(0, len(mini), 2)])
+    def has_gradient(self, r: Rollout) -> Tensor:
+        """bool[B], the policy's own answers: nothing is learnt from the opponent's tokens."""
+        return along(lambda x: x & (torch.arange(len(x), device=x.device) % 2 == 0), r.counting)
 
     def denominators(self, mini: Rollout) -> dict[str, Tensor]:
         """Pairs."""

@@ -21,7 +21,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from ..config import DataConfig, ModelConfig, OptimizerConfig, SamplingConfig, StrictConfig, option
-from ..core import ConfigError, derive_seed, stops_at_once
+from ..core import CheckpointError, ConfigError, derive_seed, stops_at_once
 from ..data.sources import collate_prompts, tokenize_prompts
 from ..data.shapes import DataNote
 from ..data.worlds import toy_presets, world_of
@@ -44,6 +44,7 @@ from ..rollout.sampler import earlier, eval_mode
 from ..rollout.service import Rollouts, RolloutsConfig, Scored, StepTicket, future_of, staleness
 from ..rollout.workers import Drawn, Workers
 from ..run.callbacks import BudgetStop, Callback
+from ..run.checkpoint import split_state
 from ..run.control import Control, setting
 from ..run.engine import Engine
 from ..scoring.check import self_check
@@ -411,8 +412,8 @@ class OnlineMethod(TextMethod):
         """Tickets of a checkpoint."""
         self.ahead = self.rollouts
         self.rollouts.load_state_dict(told, self.engine.device)
-        lag, was = self.config.rollouts.lag, max(0, *(t["number"] - t["version"] for t in told))
-        if was != lag:
+        lag, was = self.config.rollouts.lag, max([t["number"] - t["version"] for t in told], default=None)
+        if was not in (lag, None):
             warnings.warn(
                 f"rollouts.lag is {lag}, and was {was}: the answers of {len(told)} steps in the checkpoint are "
                 "learnt from first.",
@@ -434,6 +435,7 @@ class OnlineMethod(TextMethod):
             if prompts is None:
                 break
             self.heat(self.temperature)
+            self._check_kept(prompts.columns)
             drawing = self.drawing(prompts, number, step)
             self.rollouts.begin(StepTicket(number, step, self.temperature, drawing))
         ticket = tickets.pop(step, None)
@@ -452,6 +454,17 @@ class OnlineMethod(TextMethod):
         workers.publish(version)
         request = Request(prompts, self.config.sampling, self.tokenizer, self.config.seed, number, self.group)
         return workers.draw(request, version)
+
+    def _check_kept(self, columns: Mapping[str, Any]) -> None:
+        """Refuse, before the first of them is drawn, tickets whose columns no checkpoint could hold."""
+        try:
+            split_state(dict(columns))
+        except CheckpointError as e:
+            what = str(e).partition(";")[0].replace("the state at", "the column at")
+            raise ConfigError(
+                f"rollouts.lag is {self.config.rollouts.lag}, and checkpoints keep what is drawn ahead with its "
+                f"columns, but {what}. Give text or numbers instead, leave the column out, or set rollouts.lag=0."
+            ) from e
 
     def ask(self, r: Rollout) -> Scored:
         """What the rewards say of a rollout, in whatever thread."""
@@ -593,7 +606,6 @@ class OnlineMethod(TextMethod):
 
     def mini_batches(self, data: Rollout, seed: int) -> Iterator[Rollout]:
         """Whole groups of the global rollout in a seeded order; each rank takes its share of every piece."""
-        self._collected["update/rows_computed"] = float(host(self.has_gradient(data)).sum())
         return shuffled(self.engine, data, seed, self.group, self.config.mini_batch_size)
 
     def micro_batches(self, mini: Rollout) -> list[Rollout]:
@@ -601,7 +613,8 @@ class OnlineMethod(TextMethod):
         return super().micro_batches(self.computed(mini))
 
     def flops(self, data: Rollout) -> float:
-        """Operations that the updates make: rows without a gradient cost none."""
+        """Operations that the updates make: rows without a gradient cost none; how many do is noted."""
+        self._collected["update/rows_computed"] = float(host(self.has_gradient(data)).sum())
         return super().flops(self.computed(data))
 
     def metrics(self) -> dict[str, float]:
