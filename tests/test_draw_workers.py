@@ -63,16 +63,18 @@ def running() -> list[int]:
     return [p.pid for p in multiprocessing.active_children() if p.name == "worker"]
 
 
-def kill_some(times: int, rng: random.Random) -> threading.Thread:
-    """kill -9 of a worker, so many times; the first once there is one."""
+def kill_some(t: Any, times: int, rng: random.Random) -> threading.Thread:
+    """kill -9 of a worker of a run, so many times, at most once a step: the third end over the same prompts counts."""
 
     def work() -> None:
-        for n in range(times):
+        step = -1
+        for _ in range(times):
             until = time.monotonic() + 120
-            while not (there := running()) and time.monotonic() < until:
+            while not (running() and t.step > step) and time.monotonic() < until:
                 time.sleep(0.001)
-            time.sleep(rng.random() * (0.3 if n else 0.02))
-            if there := running() or there:
+            time.sleep(rng.random() * 0.02)
+            step = t.step
+            if there := running():
                 os.kill(rng.choice(there), signal.SIGKILL)
 
     thread = threading.Thread(target=work, daemon=True)
@@ -111,7 +113,7 @@ def test_slow_workers_decide_nothing(kind: str, lag: int, tmp_path: Path) -> Non
 def test_a_killed_worker_changes_nothing(tmp_path: Path) -> None:
     straight, t = drawn_by("raft", tmp_path / "a", 2, 0), drawn_by("raft", tmp_path / "b", 2, 2, Slow())
     straight.fit()
-    thread = kill_some(1, random.Random(0))
+    thread = kill_some(t, 1, random.Random(0))
     t.fit()
     thread.join()
     assert weights(t) == weights(straight) and t.method.rollouts.workers.deaths == 1 and not running()
@@ -123,7 +125,7 @@ def test_ten_killed_workers(kind: str, tmp_path: Path) -> None:
     straight = drawn_by(kind, tmp_path / "a", 2, 0, steps=30)
     t = drawn_by(kind, tmp_path / "b", 2, 2, Slow(), steps=30)
     straight.fit()
-    thread = kill_some(10, random.Random(1))
+    thread = kill_some(t, 10, random.Random(1))
     t.fit()
     thread.join(60)
     assert weights(t) == weights(straight) and t.method.rollouts.workers.deaths >= 5
