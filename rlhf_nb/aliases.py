@@ -316,14 +316,16 @@ def _joined(data: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
-def moved(data: Mapping[str, Any]) -> dict[str, Any]:
+_OTHER = object()  # a value that equals none
+
+
+def moved(data: Mapping[str, Any], group: str = "") -> dict[str, Any]:
     """Settings of an older file at the place where they stand now: `model.gradient_checkpointing` is `recompute`,
     beside the model; a setting that went is left out where its value changed nothing.
     """
-    gone = trl_words("earlier")
-    out = {
-        k: moved(v) if isinstance(v, Mapping) else v for k, v in data.items() if k not in gone or gone[k]["off"] != v
-    }
+    gone = {word: row["off"] for word, row in trl_words("earlier").items()}
+    left = {k: v for k, v in data.items() if v != gone.get(f"{group}.{k}" if f"{group}.{k}" in gone else k, _OTHER)}
+    out = {k: moved(v, str(k)) if isinstance(v, Mapping) else v for k, v in left.items()}
     model = out.get("model")
     if isinstance(model, Mapping) and "gradient_checkpointing" in model:
         out["model"] = {k: v for k, v in model.items() if k != "gradient_checkpointing"}

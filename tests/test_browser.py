@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import importlib.util
 import json
 import os
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -68,6 +70,7 @@ class Lab:
 
     def __init__(self, folder: Path, browser: Any) -> None:
         self.folder, self.token = folder, secrets.token_hex(8)
+        self.outputs: list[Any] = []  # of the first cell of a notebook that is opened
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             self.port = s.getsockname()[1]
@@ -102,6 +105,7 @@ class Lab:
     def open(self, *cells: str, name: str = "work") -> None:
         """Write a notebook and open it."""
         nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
+        nb.cells[0].outputs = self.outputs
         nb.metadata["kernelspec"] = {"name": "python3", "display_name": "python3", "language": "python"}
         nbformat.write(nb, self.folder / f"{name}.ipynb")
         self.page.goto(f"http://127.0.0.1:{self.port}/doc/tree/{name}.ipynb?token={self.token}")
@@ -179,9 +183,11 @@ def lab(tmp_path: Path, browser: Any) -> Iterator[Lab]:
         lab.close()
 
 
-def picture(page: Any, name: str, of: Any = None) -> None:
-    """A screenshot for the documentation, where it was asked for (RLHF_NB_FIGURES=1)."""
-    if os.environ.get("RLHF_NB_FIGURES"):
+def picture(page: Any, name: str, of: Any = None, height: int = 0) -> None:
+    """A screenshot for the documentation, where it was asked for (RLHF_NB_FIGURES=1); at most so high."""
+    if os.environ.get("RLHF_NB_FIGURES") and height:
+        page.screenshot(path=FIGURES / f"{name}.png", clip={**of.bounding_box(), "height": height})
+    elif os.environ.get("RLHF_NB_FIGURES"):
         (of or page).screenshot(path=FIGURES / f"{name}.png")
 
 
@@ -347,7 +353,7 @@ def test_cockpit_curves_slider_stop(lab: Lab) -> None:
     lab.page.wait_for_function(
         f"() => {PLOTS}.some(p => p.panel.marks.some(m => m.text.includes('kl_coef')))", timeout=20_000
     )
-    picture(lab.page, "cockpit", lab.output(0))
+    picture(lab.page, "cockpit", lab.output(0), 770)
 
     lab.page.get_by_role("button", name="Stop").click()
     asked = until(lambda: [e for e in of("control") if e.get("request") == "stop"], 20, "the stop request")[0]
@@ -378,6 +384,22 @@ def test_the_cockpit_comes_back_after_a_reload(lab: Lab) -> None:
     lab.page.get_by_role("button", name="Stop").click()
     until(lambda: [e for e in events(lab.folder / "run" / "metrics.jsonl") if e["type"] == "end"], 60, "the end")
     assert back < 20, "on a busy machine; three seconds on one that isn't"
+
+
+def test_an_untrusted_notebook_shows_the_picture(lab: Lab) -> None:
+    """Somebody else's notebook: its scripts don't run, so the still behind the charts is seen."""
+    from rlhf_nb.widgets.charts import Curve, Panel, to_png
+    from rlhf_nb.widgets.touch import charts_html, code_html
+
+    t = np.arange(30.0)
+    panels = [Panel("reward", [Curve("proxy", t, t)])]
+    still = f'<img alt="curves" src="data:image/png;base64,{base64.b64encode(to_png(*panels)).decode()}">'
+    data = {"text/html": charts_html(panels, still) + code_html(), "text/plain": "curves"}
+    lab.outputs = [nbformat.v4.new_output("display_data", data)]
+    lab.open("1 + 1")
+    lab.page.wait_for_selector(".jp-OutputArea img", timeout=30_000)
+    assert lab.page.evaluate("document.querySelector('.jp-OutputArea img').naturalWidth") > 100
+    assert lab.page.locator(".u-over").count() == 0
 
 
 SAMPLES = """

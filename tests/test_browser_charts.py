@@ -122,8 +122,8 @@ def test_a_person_touches_the_charts_of_a_report(browser: Any, tmp_path: Path) -
     visit = Visit(browser, file.as_uri())
     page = visit.page
     page.wait_for_selector(".u-over")
-    assert page.locator(".rc-panel").first.locator("h3").text_content() == "reward"
-    assert "objective/scores" in page.locator(".rc-panel").first.locator("h3").get_attribute("title")
+    assert page.locator(".rc-panel").first.locator(".rc-title").text_content() == "reward"
+    assert "objective/scores" in page.locator(".rc-panel").first.locator(".rc-title").get_attribute("title")
     assert page.locator(".rc-still:visible").count() == 0, "the still gives way"
 
     page.mouse.move(*visit.over(0))
@@ -180,7 +180,7 @@ def test_every_width_and_both_themes(browser: Any, tmp_path: Path, scheme: str) 
         canvas = page.locator(".u-over canvas, .rc-box canvas").first.bounding_box()
         assert abs(canvas["width"] - page.locator(".rc-box").first.bounding_box()["width"]) < 3
         assert not page.evaluate(
-            "[...document.querySelectorAll('.rc-legend span, .rc-panel h3')].some(e => e.scrollWidth > e.clientWidth + 1)"
+            "[...document.querySelectorAll('.rc-legend span, .rc-title')].some(e => e.scrollWidth > e.clientWidth + 1)"
         )
     assert columns == [1, 1, 3, 4, 4]
     ink = [

@@ -41,9 +41,11 @@ DEFINED = {
     4: ["sigmoid", "calibration"],
     6: ["log-ratio"],
     7: ["baseline", "log-derivative trick"],
-    8: ["rollout", "advantage", "λ-return"],
+    8: ["rollout", "advantage", "λ-return", "tool"],
+    9: ["checkpoint", "budget"],
     10: ["implicit reward", "margin"],
     11: ["p-value", "Holm's correction"],
+    12: ["verifier", "pass@1"],
 }
 
 

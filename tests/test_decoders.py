@@ -58,7 +58,7 @@ def test_sample_prints_the_bill(folder: str) -> None:
         (["--decoder", "vote:4", "--greedy"], "contradict"),
         (["--set", "tau=3"], "--decoder"),
         (["--decoder", "mixture:0.5"], "--set other="),
-        (["--decoder", "mcts"], "--set critic="),
+        (["--decoder", "mcts"], "there is no decoder 'mcts'"),
     ],
 )
 def test_mistakes_get_a_sentence(folder: str, words: list[str], hint: str) -> None:

@@ -88,39 +88,12 @@ def test_the_next_candidate_is_tried_and_the_end_may_be_the_model_before(tmp_pat
     assert any("trying optimizer.lr=0.0002" in s for s in said) and any("The model before it stays" in s for s in said)
 
 
-@pytest.mark.slow  # 9 CPU seconds; halving by itself is tested in test_settings_sweep.py
-def test_candidates_by_halving(tmp_path: Path) -> None:
-    """The candidates are compared first; the best one's run becomes the stage's, and the rest follow in their order."""
-    gates = {
-        "choose": "halving", "choose_by": "eval/loss", "margin": 0.5, "rules": {"sft": [{"metric": "eval/loss", "at_most": 5.25}]},
-        "candidates": {"sft": [{"optimizer": {"lr": 1e-6}}, {"optimizer": {"lr": 1e-3}}, {"optimizer": {"lr": 2e-3}}]},
-    }  # fmt: skip
-    sft = {"steps": 9, "optimizer": {"lr": 1e-5}, "data": {"eval_size": 32}}
-    said: list[str] = []
-    own = _only_sft(tmp_path / "a", gates, sft)
-    results = RLHFPipeline(own, said.append).run()
-    assert [(v["attempt"], v["passed"]) for v in results["gates"]] == [(0, False), (1, True)], (results["gates"], said)
-    assert results["gates"][1]["settings"] == {"optimizer": {"lr": 2e-3}} and results["final"].endswith("sft/model")
-    run = tmp_path / "a"
-    assert json.loads((run / "candidates" / "sft" / "order.json").read_text())["order"] == [2, 1, 0]
-    assert (
-        not (run / "candidates" / "sft" / "optimizer.lr=0.002").exists()
-        and "lr: 0.002" in (run / "sft" / "config.yaml").read_text()
-    )
-    assert len(RLHFPipeline(own).run(resume=True)["gates"]) == 2
-
-
-def _only_sft(folder: Path, gates: dict[str, Any], sft: dict[str, Any]) -> PipelineConfig:
-    more = {**QUICK, "sft": sft, "reward": None, "ppo": None, "gates": gates}
-    return PipelineConfig.preset("toy", output_dir=str(folder), **more)
-
-
 def test_what_makes_no_sense_is_refused_before_anything_runs(tmp_path: Path) -> None:
     for gates, words in (
         ({"rules": {"dpo": [{"metric": "kl", "at_most": 1}]}}, "no stage of this pipeline"),
         ("loose", "strict"),
         ({"rules": {"ppo": [{"metric": "kl"}]}}, "no bound"),
-        ({"choose": "halve"}, "Did you mean 'halving'"),
+        ({"choose": "halving"}, "here sweeps compares them"),
     ):
         with pytest.raises(ConfigError, match=words):
             config(tmp_path / "a", gates=gates)

@@ -12,6 +12,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from rich.console import Console
@@ -30,6 +31,7 @@ from rlhf_nb.widgets.html import svg_page, svg_text, table_html
 from rlhf_nb.widgets.labels import LabelStore, Pair, tally
 from rlhf_nb.widgets.reader import open_runs
 from rlhf_nb.widgets.report import metrics_text, report, screen, watch
+from rlhf_nb.widgets.runs import Runs
 from rlhf_nb.widgets.samples import Samples
 
 RUN = "window.hit=(window.hit||0)+1"
@@ -117,6 +119,11 @@ def page(folder: Path, words: list[str]) -> str:
     board = Dashboard({words[3]: run}, widgets=False)
     for board.group in ("overview", "losses", "evaluation", "all"):
         made += board.refresh(force=True) or ()
+    runs, by = Runs(folder), ("step", "time", "kl")
+    runs.rows()
+    with mock.patch("rlhf_nb.widgets.runs.front_end", lambda: True):
+        made += [runs._repr_html_(), *(runs.compare("run", "short", by=x)._repr_html_() for x in by)]
+    made += [runs._repr_html_(), runs.compare("run", "short")._repr_html_().partition(">")[2]]
     shown = Samples(run)
     made += [shown.table(), *(shown.detail(row) for row in shown.rows)]
     store = LabelStore(folder / "labels.jsonl", words[4])
@@ -186,7 +193,8 @@ def test_no_payload_runs_in_chromium(tmp_path: Path) -> None:
     from playwright.sync_api import sync_playwright
 
     file = tmp_path / "all.html"
-    file.write_text(f"<!doctype html><meta charset=utf-8>{page(tmp_path / 'a', PAYLOADS)}", encoding="utf-8")
+    text = page(tmp_path / "a", PAYLOADS).replace("Content-Security-Policy", "no-policy")  # escaping must do without
+    file.write_text(f"<!doctype html><meta charset=utf-8>{text}", encoding="utf-8")
     alive = tmp_path / "alive.html"
     alive.write_text(f"<!doctype html><meta charset=utf-8>{HTML[0]}{HTML[2]}", encoding="utf-8")
     with sync_playwright() as play:

@@ -71,12 +71,12 @@ RUN: dict[str, str] = {  # a suggestion, and lines that hold it; of a fence, and
     'Runs("runs")': SFT.replace("'run'", "'runs/ppo-0'") + "from rlhf_nb import Runs\ntrainer.fit()\n",
     'Runs("runs").compare("ppo-0", "ppo-1")': SFT.replace("'run'", "'runs/ppo-0'") + "from rlhf_nb import Runs\nimport shutil\ntrainer.fit(); shutil.copytree('runs/ppo-0', 'runs/ppo-1')\n",
     'rule=StepRule(";")': "from rlhf_nb.data.steps import StepRule\n",
-    "import json\n\nfrom rlhf_nb.config import SamplingConfig": "save_model(model, tokenizer, 'MODEL'); open('questions.jsonl', 'w').write('{\"prompt\": \"Visitor: Where do owls live?\\\\nPip:\", \"answer\": \"1\"}\\n')\n",
     'config.save("run.yaml")': "config = SFTConfig(output_dir='run')\n",
     'add_weighted_adapter(..., combination_type="cat")': "from peft import LoraConfig, get_peft_model\nmodel = get_peft_model(model, LoraConfig(r=2, target_modules='all-linear'))\nmodel.add_adapter('b', LoraConfig(r=2, target_modules='all-linear'))\nmodel.add_weighted_adapter(['default', 'b'], [1.0, 1.0], 'both', combination_type='cat')",
     'save_model(trainer.method.model, tokenizer, "adapters/polite")': SFT.replace("few)", "few, model=dict(lora=dict(r=2)))").replace("model, tokenizer, rows", "None, None, rows"),
     "trainer.train()": SFT, "trainer.fit()": SFT, "trainer.evaluate(eval_dataset)": SFT + "trainer.fit(); eval_dataset = rows[:4]\n", "trainer.predict(rows)": SFT + "trainer.fit()\n",
     "dtype = torch.bfloat16": "",
+    "import json\n\nfrom rlhf_nb.config import SamplingConfig": "import pathlib\nmodel.config.max_position_embeddings = 256\npathlib.Path('questions.jsonl').write_text('{\"prompt\": \"Hi!\", \"answer\": 3}'); save_model(model, tokenizer, 'MODEL')\n",
     # messages
     "CapabilityTester.freeze(...).save(path)": RESULTS + "CapabilityTester.freeze({'sums': results}, {'sums': 0.02}).save('frozen.json')",
     "set_chat_template(tokenizer, make_chat_template(user, assistant))": TEMPLATES + "user, assistant = 'Visitor:', 'Pip:'\n", "set_chat_template(tokenizer)": TEMPLATES, "set_chat_template(tokenizer, make_chat_template())": TEMPLATES,
@@ -100,7 +100,6 @@ ELSEWHERE = {  # what another file runs: its name, and the words that do
     'fork("runs/ppo", 40, kl_coef=0.05)': ("tests/test_fork.py", "fork("), 'rlhf_nb.push_to_hub("runs/grpo", "owner/name")': ("tests/test_hub_push.py", "push_to_hub(run"),
     "trainer.push_to_hub()": ("tests/test_trl_scripts.py", ".push_to_hub("), "args=TrainingArguments(...)": ("tests/test_trl_scripts.py", "TrainingArguments("),
     "PPOTrainer(model, ref_model, reward_model, value_model, ...)": ("tests/test_trl_scripts.py", "PPOTrainer("), "from openai import OpenAI": ("tests/test_serve.py", ".chat.completions.create("),
-    "step_scorer(load_process_reward(FOLDER))": ("nbs/rewards/process.ipynb", "step_scorer("),
     "engine.prepare(module, settings)": ("nbs/run/engine.ipynb", ".prepare("), "engine.generation_mode()": ("nbs/run/engine.ipynb", ".generation_mode("),
     'run_tasks(model, tokenizer, ["hellaswag"])': ("tests/test_harness.py", "run_tasks("),
 }  # fmt: skip

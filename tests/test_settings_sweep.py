@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from rlhf_nb.core import ConfigError, RunError
-from rlhf_nb.pipeline.candidates import Range
 from rlhf_nb.pipeline.sweep import sweep
 from rlhf_nb.train.dpo import DPOConfig
 from rlhf_nb.train.registry import get
@@ -72,14 +71,6 @@ def _with(method: Any, trainer: Any) -> Any:
     from dataclasses import replace
 
     return replace(method, trainer=trainer)
-
-
-def test_hyperband_draws_and_a_larger_sweep_keeps_what_is_there(tmp_path: Path) -> None:
-    base, over = SFTConfig.preset("toy", **{**SMALL, "steps": 4}), {"optimizer.lr": Range(1e-5, 3e-3, log=True)}
-    made = sweep(base, over, tmp_path / "h", search="hyperband", eta=2, least=0.5, seeds=1)
-    assert [len({s.share for s in made.table}), len(made.table)] == [2, 4] and made.cost == 3.5
-    rows = {json.dumps(s.candidate): s.share for s in made.table}
-    assert sorted(rows.values()) == [0.5, 1.0, 1.0, 1.0]
 
 
 def test_settings_that_no_run_can_begin_with_are_told_once(tmp_path: Path) -> None:

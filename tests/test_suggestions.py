@@ -120,7 +120,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"method: sft\ntoy: true\nseeds: 2\nsettings: {few}\nover: {{optimizer.lr: [0.001, 0.01]}}\n"
     )
     (here / "recipe.yaml").write_text(
-        "merge_method: linear\nmodels:\n- {model: tiny, parameters: {weight: 1}}\n- {model: other, parameters: {weight: 1}}\n"
+        "method: linear\nmodels:\n- {model: tiny, weight: 1}\n- {model: other, weight: 1}\n"
     )
     (here / "rewards.py").write_text(
         "def short(prompts, completions):\n    return [-float(len(c)) for c in completions]\n"

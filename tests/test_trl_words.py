@@ -33,6 +33,7 @@ from rlhf_nb.data import toy
 from rlhf_nb.data.convert import to_unpaired
 from rlhf_nb.data.templates import set_chat_template
 from rlhf_nb.models.load import save_model
+from rlhf_nb.pipeline.stages import PipelineConfig
 
 torch.set_num_threads(1)
 SFT = toy.sft_rows(32)
@@ -365,7 +366,15 @@ def test_a_setting_of_an_earlier_version() -> None:
     """A file of then opens where the setting changed nothing, in groups too; another value is told what to use."""
     earlier = trl_words("earlier")
     for word, row in earlier.items():
-        assert DPOConfig.model_validate({word: row["off"], "data": {word: row["off"]}}) == DPOConfig()
+        group, _, key = word.rpartition(".")
+        kind: Any = {"": DPOConfig, "decoder": PPOConfig, "gates": PipelineConfig}[group]
+        without = {group: {}} if group else {}
+        assert kind.model_validate({group: {key: row["off"]}} if group else {key: row["off"]}) == kind.model_validate(
+            without
+        )
         with pytest.raises(ConfigError, match=re.escape(f"In earlier versions that was {row['was']}.")):
-            DPOConfig.model_validate({word: "something"})
-    assert set(earlier) >= {"replay", "merge_method"} and all(": here " in row["was"] for row in earlier.values())
+            kind.model_validate({group: {key: "something"}} if group else {key: "something"})
+    assert PPOConfig.model_validate({"critic": "hydra", "data": {"replay": None}}).critic == "hydra"
+    assert set(earlier) >= {"replay", "merge_method", "decoder.critic"} and all(
+        ": here " in row["was"] for row in earlier.values()
+    )

@@ -31,7 +31,7 @@ def sweep_command(
         help="a method, or a file that describes the sweep"),
     words: list[str] = _Words,
     seeds: int = typer.Option(None, "--seeds", min=1, help="how many, the same for every candidate; default: 3"),
-    search: str = typer.Option(None, "--search", help="grid (default), random, halving or hyperband"),
+    search: str = typer.Option(None, "--search", help="grid (default), random or halving"),
     trials: int = typer.Option(None, "--trials", min=1, help="candidates to draw"),
     metric: str = typer.Option(None, "--metric",
         help="what is compared; default: gold, accuracy, reward or loss, the first that all runs have"),
@@ -76,7 +76,6 @@ def fork_command(
     """Another future of a run: from a step on, with changed settings and the same random numbers."""
     with told(debug, again()):
         from rlhf_nb.pipeline.fork import family_told, prepare_fork, run_fork
-        from rlhf_nb.pipeline.lab import save_family
 
         if at is not None:
             made = prepare_fork(run, at, overrides or [], to)
@@ -94,7 +93,6 @@ def fork_command(
         elif overrides:
             raise RunError(f"at which step shall {run} be forked? Add --at STEP.")
         tell(printable(family_told(run)), err=False)
-        tell(f"Picture: {save_family(run)}", err=False)
 
 
 def overopt_command(

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
@@ -12,12 +12,11 @@ from typing import Any
 from torch import nn
 
 from ..core import ConfigError
-from ..rollout.backends import Request, Sampler, answers_to_tensors, make_sampler
-from ..rollout.sampler import as_rollout, pad_id
-from ..types import PromptBatch, Rollout
+from ..rollout.backends import Request, Sampler, make_sampler
+from ..types import Rollout
 
 # %% auto #0
-__all__ = ['DecodeCost', 'Decoder', 'rollout_of', 'check_vocabulary', 'paid', 'Plain', 'own_kl', 'total']
+__all__ = ['DecodeCost', 'Decoder', 'check_vocabulary', 'paid', 'Plain', 'own_kl', 'total']
 
 # %% ../../nbs/decode/decoder.ipynb #04b9909f
 @dataclass(frozen=True)
@@ -105,23 +104,6 @@ class Decoder(Sampler):
         kept = int(r.completion_lens.sum())
         self.cost = DecodeCost(len(r), kept if tokens is None else tokens, kept, time.perf_counter() - begin, **more)
         return r
-
-
-def rollout_of(
-    prompts: PromptBatch, num_samples: int, answers: Sequence[Sequence[int]], logps: list[list[float]] | None,
-    ends: Collection[int], tokenizer: Any,
-) -> Rollout:  # fmt: skip
-    """Answers that were found as lists of tokens.
-
-    Args:
-        prompts: B prompts; num_samples: answers to each, those of a prompt contiguous.
-        answers: tokens of each, the one that ends it included; logps: of these tokens, None: not known.
-        ends: tokens that end an answer.
-        tokenizer: that they are written with.
-    """
-    device = prompts.prompt_ids.device
-    tensors = answers_to_tensors([list(a) for a in answers], logps, list(ends), pad_id(tokenizer), device)
-    return as_rollout(prompts, num_samples, *tensors, tokenizer)
 
 
 def check_vocabulary(policy: Any, other: Any, who: str, why: str) -> None:

@@ -14,7 +14,6 @@ from .constrained import Constrained, read_form
 from .choose import OneOfMany, Rejection, best_of_n, weigh_soft, weigh_votes, words_vote
 from .decoder import Decoder, Plain
 from .mixed import Mixed
-from .search import MCTS, Guided, Scorer
 from .speculative import Speculative
 from .stops import Stopping, parse_stops
 from ..rewards.answers import extract_choice, extract_number
@@ -27,7 +26,7 @@ class DecoderKind(NamedTuple):
     """What is known of a kind of decoder."""
 
     main: str | None  # the setting that may stand behind the colon; a number, of constrained a text
-    needs: str  # reward (that it chooses by), scorer (of beginnings), other (model); "": nothing
+    needs: str  # reward (that it chooses by), other (model); "": nothing
     draws: bool  # needs answers that differ, so that greedy decoding makes no sense
     about: str
 
@@ -47,8 +46,6 @@ KINDS = {
     "constrained": DecoderKind("regex", "", False, "the policy's answers in a given form"),
     "mixture": DecoderKind("weight", "other", False, "logits between the policy's and another model's"),
     "contrastive": DecoderKind("weight", "other", False, "logits moved away from a weaker model's"),
-    "guided": DecoderKind("branch", "scorer", True, "block by block the beginning that a critic likes best"),
-    "mcts": DecoderKind("simulations", "scorer", False, "tree search over tokens with a critic"),
 }
 SAME = {"self_consistency": "vote", "majority": "vote", "speculate": "speculative"}  # other names in use
 _DRAWING = ("best_of_n", "soft_best_of_n", "rejection", "vote")
@@ -86,8 +83,8 @@ class DecoderConfig(StrictConfig):
 
     kind: str = option(
         "plain",
-        "plain, best_of_n, soft_best_of_n, rejection, vote, speculative, constrained, mixture, contrastive, "
-        "guided, mcts; best_of_n:16 sets n, too",
+        "plain, best_of_n, soft_best_of_n, rejection, vote, speculative, constrained, mixture, contrastive; "
+        "best_of_n:16 sets n, too",
     )
     n: int = option(16, "draws for each answer (rejection: at most)", ge=1)
     reward: Any = Field(
@@ -110,11 +107,6 @@ class DecoderConfig(StrictConfig):
     )
     ahead: int = option(16, "of speculative: most tokens of a proposal", ge=1)
     most_rows: int = option(4, "of speculative: with more answers at once it is plain", ge=1)
-    critic: str | None = option(None, "of guided and mcts: folder of a critic, such as runs/ppo/model/critic")
-    branch: int = option(
-        8, "of guided: continuations of each beginning; of mcts: likeliest tokens that are looked at", ge=1
-    )
-    beams: int = option(1, "of guided: beginnings that are kept", ge=1)
     other: str | None = option(
         None, "of mixture and contrastive: folder or name of the other model, with the same vocabulary"
     )
@@ -122,10 +114,6 @@ class DecoderConfig(StrictConfig):
         0.5, "of mixture: share of the other (above 1: beyond it); of contrastive: how far away from it", gt=0
     )
     plausible: float = option(0.1, "of contrastive: tokens below this share of the likeliest are left out", ge=0, lt=1)
-    block: int = option(4, "of guided: tokens of a continuation", ge=1)
-    simulations: int = option(16, "of mcts: beginnings that are opened before each token", ge=1)
-    c_puct: float = option(1.5, "of mcts: weight of the policy against the critic", gt=0)
-
     regex: str | None = option(None, "of constrained, and of kinds that draw: what a whole answer matches")
     json_schema: Any = Field(default=None, description="instead: a JSON schema that answers fit, or its file")
     grammar: str | None = option(None, "instead: file of a Lark grammar that answers fit")
@@ -160,10 +148,6 @@ class DecoderConfig(StrictConfig):
                 f"regex, json_schema and grammar are for constrained and for kinds that draw ({', '.join(_DRAWING)}), "
                 f"and kind is {self.kind}."
             )
-        if self.stop and self.kind in ("guided", "mcts"):
-            raise ValueError(
-                f"stop doesn't go with {self.kind}, which judges beginnings and ends by its own: leave it out."
-            )
         parse_stops(self.stop)
         return self
 
@@ -196,32 +180,26 @@ def _drawer(config: DecoderConfig) -> Decoder:
 _NEEDED = {
     "reward": "chooses by a reward, and none is named. Add --reward FOLDER of a reward model (in settings: "
     "decoder.reward=FOLDER), or an entry such as '{file: rewards.py, fn: NAME}' or '{verify: number}'.",
-    "scorer": "needs a judge of half an answer: critic=FOLDER, such as runs/ppo/model/critic (on a command line --set "
-    "critic=FOLDER).",
     "other": "needs a second model: other=FOLDER or a name (on a command line --set other=FOLDER).",
 }
 
 
-def make_decoder(
-    config: DecoderConfig, reward: Any = None, draft: Any = None, scorer: Scorer | None = None, other: Any = None
-) -> Decoder:
+def make_decoder(config: DecoderConfig, reward: Any = None, draft: Any = None, other: Any = None) -> Decoder:
     """The decoder that settings describe.
 
     Args:
         config: of it.
         reward: what draws are chosen by, where the kind needs it.
         draft: a model, where `config.draft` names one.
-        scorer: of beginnings, for guided and mcts.
         other: the second model, for mixture and contrastive.
 
     Raises:
-        ConfigError: the kind needs a reward or a critic, and there is none.
+        ConfigError: the kind needs a reward or a model, and there is none.
     """
     c, kind, inner = config, config.kind, _drawer(config)
-    parts: dict[str, Any] = {"reward": reward, "scorer": scorer, "other": other}
+    parts: dict[str, Any] = {"reward": reward, "other": other}
     if (needs := KINDS[kind].needs) and parts[needs] is None:
         raise ConfigError(f"decoder {kind} {_NEEDED[needs]}")
-    judge = parts["scorer"]
     makers: dict[str, Callable[[], Decoder]] = {
         "best_of_n": lambda: best_of_n(reward, c.n, inner, c.diversity),
         "soft_best_of_n": lambda: OneOfMany("soft best of n", c.n, weigh_soft(reward, c.tau), inner),
@@ -230,8 +208,6 @@ def make_decoder(
         "speculative": lambda: Speculative(c.draft if draft is None else draft, c.ahead, c.most_rows),
         "mixture": lambda: Mixed(other, c.weight),
         "contrastive": lambda: Mixed(other, -c.weight, c.plausible),
-        "guided": lambda: Guided(judge, c.branch, c.beams, c.block, reward),
-        "mcts": lambda: MCTS(judge, c.simulations, c.branch, c.c_puct, reward),
     }
     made = makers[kind]() if kind in makers else inner
     stops = parse_stops(c.stop) if kind in ("speculative", "mixture", "contrastive") else None

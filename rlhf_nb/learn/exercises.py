@@ -72,14 +72,15 @@ def start(n: int | str, model: str = "toy", seed: int = 0) -> LessonWorld:
 
 
 def progress_told() -> str:
-    """How far you are: each lesson, and what became of its exercises."""
-    kept, lines = progress(), list[str]()
+    """How far you are: each lesson, what became of its exercises, and how many silent bugs you found."""
+    kept, lines, bugs = progress(), list[str](), list[str]()
     for n, lesson in lessons().items():
         kinds = {name: kept.get(name, {}).get("kind", "–") for name in lesson["exercises"]}
         solved = sum(kind == "right" for kind in kinds.values())
         found = ", ".join(f"{name} {kind}" for name, kind in kinds.items())
         lines.append(f"{n:2} {lesson['title']}: {solved} of {len(kinds)} ({found})")
-    return "\n".join(lines)
+        bugs += [list(kinds.values())[-1]] if isinstance(n, int) else []  # the last exercise of a lesson
+    return "\n".join([*lines, f"The dojo, a silent bug in each lesson: {bugs.count('right')} of {len(bugs)} found."])
 
 
 def course_command(words: Sequence[str]) -> str:

@@ -19,8 +19,8 @@ from ..evaluate.intervals import Estimate, holm, mean_interval
 Floats = NDArray[np.float64]
 
 # %% auto #0
-__all__ = ['Floats', 'Candidate', 'Range', 'range_of', 'name_of', 'grid', 'drawn', 'Round', 'halving_rounds',
-           'hyperband_brackets', 'cost_of', 'Gaps', 'compare_all', 'Standing', 'standings', 'seeds_needed']
+__all__ = ['Floats', 'Candidate', 'Range', 'range_of', 'name_of', 'grid', 'drawn', 'Round', 'halving_rounds', 'cost_of', 'Gaps',
+           'compare_all', 'Standing', 'standings', 'seeds_needed']
 
 # %% ../../nbs/pipeline/candidates.ipynb #s6931007
 Candidate = dict[str, Any]  # dotted key -> value
@@ -90,17 +90,16 @@ def grid(over: Mapping[str, Sequence[Any] | Range]) -> list[Candidate]:
     return [dict(zip(over, values)) for values in product(*over.values())]  # type: ignore[arg-type]
 
 
-def drawn(over: Mapping[str, Sequence[Any] | Range], n: int, seed: int = 0, start: int = 0) -> list[Candidate]:
+def drawn(over: Mapping[str, Sequence[Any] | Range], n: int, seed: int = 0) -> list[Candidate]:
     """Random candidates; one that was drawn before is left out.
 
     Args:
         over: values or a range by setting.
         n: how many are drawn.
         seed: of the draws.
-        start: number of the first.
     """
     out = []
-    for i in range(start, start + n):
+    for i in range(n):
         row: Candidate = {}
         for key, values in over.items():
             u = derive_seed(seed, "sweep", i, key) % 2**53 / 2**53
@@ -131,23 +130,6 @@ def halving_rounds(n: int, eta: int = 3, least: float = 0.0) -> list[Round]:
     while n // eta ** (count + 1) >= 1 and eta ** -(count + 1) >= least:
         count += 1
     return [Round(eta ** -(count - i), n // eta ** (i + 1) if i < count else 0) for i in range(count + 1)]
-
-
-def hyperband_brackets(least: float, eta: int = 3) -> list[tuple[int, list[Round]]]:
-    """How many candidates, and which rounds they go through, for each of Hyperband's halvings.
-
-    Args:
-        least: share of the steps in the shortest first round, in (0, 1].
-        eta: one in so many goes on.
-
-    Source: Li et al., "Hyperband: a novel bandit-based approach to hyperparameter optimization" (2018), algorithm 1.
-    """
-    top = math.floor(math.log(1 / least, eta) + 1e-9)
-    out = []
-    for s in range(top, -1, -1):
-        n = math.ceil((top + 1) / (s + 1) * eta**s)
-        out.append((n, [Round(eta ** -(s - i), n // eta ** (i + 1) if i < s else 0) for i in range(s + 1)]))
-    return out
 
 
 def cost_of(n: int, rounds: Sequence[Round]) -> float:

@@ -331,11 +331,13 @@ def family(folder: str | Path) -> list[Relative]:
 
     Args:
         folder: of any of them.
+
+    Raises:
+        RunError: there is no run.
     """
-    root, line = (
-        Path(folder),
-        list[Path](),
-    )  # line: from the run up, also where a fork lies in another place than its parent
+    if not RunDir(folder).holds_run():
+        raise RunError(f"{folder} holds no run.")
+    root, line = Path(folder), list[Path]()  # line: up, also where a fork lies in another place than its parent
     while (above := read_json(root / "fork.json").get("parent")) and root.resolve() not in line:
         line.append(root.resolve())
         parent = root / str(above)

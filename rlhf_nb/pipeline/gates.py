@@ -75,13 +75,7 @@ class GatesConfig(StrictConfig):
     rules: dict[str, list[Rule]] = Field(default_factory=dict, description="further bounds by stage")
     on_failure: Literal["stop", "go_back"] = option("stop", "stop: an error; go_back: end with the best model before")
     candidates: dict[str, list[dict[str, Any]]] = Field(
-        default_factory=dict, description="by stage: settings to try when it fails"
-    )
-    choose: Literal["next", "halving"] = option(
-        "next", "candidates: next: one after the other | halving: a sweep on the same seed first, the best one begins"
-    )
-    choose_by: str | None = option(
-        None, "metric of that sweep; null: gold, accuracy, reward or loss, the first there is"
+        default_factory=dict, description="by stage: settings to try when it fails, one after the other"
     )
 
     def check_suites(self) -> None:

@@ -15,12 +15,11 @@ from ..console import me
 from ..core import DataError, RunError, suggest
 from ..run.log import RunDir, read_metrics
 from ..run.overopt import GoldCurve, GoldFit, fit_gold, where_to_ask
-from .fork import FORK_METRICS, family
 from ..untrusted import json_lines
 from ..widgets.charts import Curve, Mark, Panel, to_png
 
 # %% auto #0
-__all__ = ['measured', 'rated', 'Picture', 'overopt_picture', 'write_to_rate', 'overopt', 'family_picture', 'save_family']
+__all__ = ['measured', 'rated', 'Picture', 'overopt_picture', 'write_to_rate', 'overopt']
 
 # %% ../../nbs/pipeline/lab.ipynb #b0920007
 def measured(folder: str | Path, gold: str | None = None) -> GoldCurve:
@@ -225,41 +224,3 @@ def _saved(picture: Picture, run: Path, name: str) -> Path:
     place.parent.mkdir(parents=True, exist_ok=True)
     place.write_bytes(picture.png())
     return place
-
-# %% ../../nbs/pipeline/lab.ipynb #b0920011
-def family_picture(folder: str | Path, metric: str | None = None) -> Picture:
-    """The curves of a run and its forks, and each fork's difference to its parent.
-
-    Args:
-        folder: of any member.
-        metric: None: the first of gold, score and loss that they have.
-
-    Raises:
-        RunError: none of them has the metric.
-    """
-    members = family(folder)
-    logs = [[e for e in read_metrics(r.folder) if e.get("type") in ("step", "eval")] for r in members]
-    name = metric or next((k for k in FORK_METRICS if any(k in e for e in logs[0])), "")
-    series = [{int(e["step"]): float(e[name]) for e in log if isinstance(e.get(name), int | float)} for log in logs]
-    if not any(series):
-        raise RunError(f"neither {members[0].folder} nor its forks have the metric {name!r}.")
-    lines, apart = list[Curve](), list[Curve]()
-    for i, (run, values) in enumerate(zip(members, series, strict=True)):
-        after = [s for s in sorted(values) if run.at is None or s >= run.at]
-        lines.append(_curve(run.folder.name, after, [values[s] for s in after], i))
-        above = next((j for j in range(i - 1, -1, -1) if members[j].depth == run.depth - 1), None)
-        if above is None:
-            continue
-        if both := sorted(s for s in values if s in series[above] and s > (run.at or 0)):
-            less = [values[s] - series[above][s] for s in both]
-            apart.append(_curve(f"{run.folder.name} less {members[above].folder.name}", both, less, i))
-    named = {name: lines} | ({"fork less parent": apart} if apart else {})
-    return Picture(
-        [Panel(k, v, xlabel="step", reading=False) for k, v in named.items()],
-        "All members share weights, data and random numbers up to their forks, and random numbers after them.",
-    )
-
-
-def save_family(run: Path) -> Path:
-    """Draw a run's family into its `figures/`; returns the file."""
-    return _saved(family_picture(run), run, "forks.png")

@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -15,18 +13,17 @@ from pydantic import Field
 from rich.table import Table
 from rich.text import Text
 
-from .gates import GatesConfig, settings_text
 from ..config import PathText, StrictConfig, option, parse_overrides
 from ..core import ConfigError, RunError, printable
 from ..train.registry import get, of
 from .candidates import Candidate, Range, name_of, range_of
 from ..strict import dotted
-from ..train.stage import lasting, read_json, write_json
+from ..train.stage import read_json, write_json
 from .sweep import Search, Swept, nested, sweep
 
 # %% auto #0
-__all__ = ['split_values', 'read_words', 'StageSweep', 'SweepConfig', 'read_sweep', 'sweep_table', 'winners_lines', 'best_first',
-           'winner_of', 'sweep_stage']
+__all__ = ['split_values', 'read_words', 'StageSweep', 'SweepConfig', 'read_sweep', 'sweep_table', 'winners_lines', 'winner_of',
+           'sweep_stage']
 
 # %% ../../nbs/pipeline/stage_sweep.ipynb #s9220007
 _RANGE = re.compile(r"(log:)?\s*([-+.\de]+)\s*\.\.\s*([-+.\de]+)")
@@ -235,30 +232,6 @@ def winners_lines(made: Swept, program: str = "rlhf-nb") -> str:
         f"{made.folder / 'best.yaml'}"
     )
     return "\n".join(lines)
-
-# %% ../../nbs/pipeline/stage_sweep.ipynb #s9220018
-def best_first(base: Any, remember: Any, pipeline: Path, gates: GatesConfig, say: Callable[[str], None]) -> None:
-    """Order the candidates of a stage by successive halving, and make the best one's finished run the stage's; once.
-
-    Args:
-        base: the stage's settings, with its place filled in.
-        remember: the stage's settings as they stand in the pipeline's config.
-        pipeline: its folder.
-        gates: with the candidates.
-        say: told about progress.
-    """
-    stage = of(base).name
-    listed, place, to = gates.candidates[stage], pipeline / "candidates" / stage, pipeline / stage
-    if (place / "order.json").exists():
-        return
-    made = sweep(base, listed, place, search="halving", seeds=1, metric=gates.choose_by, say=say)
-    run = made.model().parent
-    base.replace(**made.best).save(run / "config.yaml")
-    write_json(run / "stage.json", read_json(run / "stage.json") | {"config": lasting(remember)})
-    shutil.rmtree(to, ignore_errors=True)
-    os.replace(run, to)
-    write_json(place / "order.json", {"order": [listed.index(s.candidate) for s in made.table], "metric": made.metric})
-    say(f"{stage}: by {made.metric}, {settings_text(made.best)} is looked at first.")
 
 # %% ../../nbs/pipeline/stage_sweep.ipynb #s9220021
 def winner_of(folder: Path, asked: StageSweep) -> dict[str, Any]:

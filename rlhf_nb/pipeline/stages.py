@@ -36,7 +36,7 @@ from rlhf_nb.pipeline.gates import (
     settings_text,
     verdict_page,
 )
-from .stage_sweep import StageSweep, best_first, sweep_stage, winner_of
+from .stage_sweep import StageSweep, sweep_stage, winner_of
 from .sweep import check_candidates
 from ..rewards.base import RewardModelFn
 from ..run.lock import RunLock
@@ -170,11 +170,6 @@ class PipelineConfig(StrictConfig):
                 )
         if not self.stages:
             raise ValueError("every stage is null, so there is nothing to do.")
-        if self.gates is not None and self.gates.choose == "halving" and self.processes > 1:
-            raise ValueError(
-                "gates.choose is halving, which runs each candidate in one process, and processes is "
-                f"{self.processes}: take choose: next."
-            )
         for name, said in self.sweeps.items():
             try:
                 asked = StageSweep(**said)
@@ -375,10 +370,8 @@ class StagePlan:
         return {} if asked is None else winner_of(self.path / "sweeps" / stage, StageSweep(**asked))
 
     def candidates(self, stage: str) -> list[dict[str, Any]]:
-        """Settings to try when a stage's gate refuses it: as they are listed, or as a halving has ordered them."""
-        listed = [] if self.config.gates is None else self.config.gates.candidates.get(stage, [])
-        order = read_json(self.path / "candidates" / stage / "order.json").get("order", [])
-        return [listed[i] for i in order] if sorted(order) == list(range(len(listed))) else listed
+        """Settings to try when a stage's gate refuses it."""
+        return [] if self.config.gates is None else self.config.gates.candidates.get(stage, [])
 
     def attempts(self, stage: str) -> int:
         """How many attempts at a stage its gate has refused, as far as there are candidates for the next."""
@@ -436,9 +429,6 @@ class Gatekeeper:
             return True
         limit = len(plan.candidates(stage)) + 1
         while (refused := plan.refused(stage)) < limit:
-            halve = gates.choose == "halving" and limit > 2
-            if refused == 1 and halve and not plan.finished(stage):
-                best_first(plan.filled(stage), getattr(plan.config, stage), plan.path, gates, self.say)
             run()
             known = read_json(plan.path / stage / "gate.json")
             verdict = Verdict.from_dict(known) if known else self.look(stage, gates)
@@ -447,8 +437,7 @@ class Gatekeeper:
             self.say(f"{stage}: refused by its gate. {verdict.reasons}")
             self._put_aside(stage)
             if refused + 1 < limit:
-                trying = f"trying {settings_text(plan.candidates(stage)[refused])}"
-                self.say(f"{stage}: {'its candidates are compared' if halve and refused == 0 else trying}")
+                self.say(f"{stage}: trying {settings_text(plan.candidates(stage)[refused])}")
         last, kept = [v for v in plan.verdicts if v.stage == stage][-1], plan.final_model()
         stays = f"The model before it stays: {kept}. " if kept else ""
         words = f"{stage} didn't pass its gate ({last.reasons}). {stays}See {plan.path / 'gates.html'}."

@@ -27,7 +27,7 @@ from ..run.callbacks import Callback, Flags, RunView
 from ..run.lock import RunLock
 from ..run.log import RunDir, config_changes, plain_json, read_metrics
 from rlhf_nb.pipeline.candidates import (
-    Candidate, Range, Round, Standing, cost_of, drawn, grid, halving_rounds, hyperband_brackets, name_of, seeds_needed,
+    Candidate, Range, Round, Standing, cost_of, drawn, grid, halving_rounds, name_of, seeds_needed,
     standings,
 )  # fmt: skip
 from ..train.registry import get, of
@@ -523,7 +523,7 @@ class _Sweep:
                 left = left[:keep]
 
 
-Search = Literal["grid", "random", "halving", "hyperband"]
+Search = Literal["grid", "random", "halving"]
 
 # %% ../../nbs/pipeline/sweep.ipynb #s69400d7
 def sweep(
@@ -539,14 +539,13 @@ def sweep(
         base: what all candidates share: a config of a method that trains.
         over: values or ranges by dotted setting; or the candidates themselves.
         to: the sweep's folder.
-        search: grid and random run all candidates to the end; halving and hyperband drop some on the way.
-        trials: candidates to draw (random, and halving over ranges); of hyperband the first rounds decide.
+        search: grid and random run all candidates to the end; halving drops some on the way.
+        trials: candidates to draw (random, and halving over ranges).
         seeds: how many, counted from the base's, or which.
         metric: what is compared; None: the first of `METRICS` that all runs have.
         minimize: smaller is better; None: as the metric's name says.
-        eta: of halving and hyperband: one in so many goes on.
-        least: share of the steps in the shortest first round; None: 1/27 for hyperband, as the number of candidates
-            says for halving.
+        eta: of halving: one in so many goes on.
+        least: share of the steps in the first round of a halving; None: as the number of candidates says.
         processes: runs at the same time.
         level: of intervals, and 1 − the share of sweeps that may call something real that isn't.
         keep: what stays on the disk of finished runs: the winner's models, all models, or checkpoints too.
@@ -606,26 +605,14 @@ def _plan(
     over: Any, search: str, trials: int | None, seed: int, eta: int, least: float | None
 ) -> list[tuple[list[Candidate], list[Round]]]:
     """Groups of candidates with the rounds that they go through."""
-    if search not in (kinds := ("grid", "random", "halving", "hyperband")):
-        raise ConfigError(
-            f"search is {search!r}. " + did_you_mean(search, kinds, "It is grid, random, halving or hyperband.")
-        )
+    if search not in (kinds := ("grid", "random", "halving")):
+        raise ConfigError(f"search is {search!r}. " + did_you_mean(search, kinds, "It is grid, random or halving."))
     listed = not isinstance(over, Mapping)
     empty = [] if listed else [k for k, v in over.items() if not isinstance(v, Range) and not len(v)]
     if empty or not over:
         raise ConfigError(
             f"{empty[0]} has no values to try." if empty else "nothing to try: name a setting with several values."
         )
-    if search == "hyperband":
-        if listed or trials is not None:
-            raise ConfigError(
-                "hyperband draws as many candidates as its rounds need: leave trials out, or take search=halving."
-            )
-        out, start = [], 0
-        for n, rounds in hyperband_brackets(least or 1 / 27, eta):
-            out.append((drawn(over, n, seed, start), rounds))
-            start += n
-        return out
     ranged = not listed and any(isinstance(v, Range) for v in over.values())
     if search == "random" or (search == "halving" and (trials is not None or ranged)):
         if trials is None or listed:

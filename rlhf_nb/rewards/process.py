@@ -3,7 +3,6 @@
 # %% ../../nbs/rewards/process.ipynb #0e5a5098
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -23,7 +22,7 @@ from ..types import Completions, host
 Place = Literal["steps", "end"]
 
 # %% auto #0
-__all__ = ['Place', 'StepScorer', 'ProcessReward', 'load_process_reward', 'step_scorer']
+__all__ = ['Place', 'ProcessReward', 'load_process_reward']
 
 # %% ../../nbs/rewards/process.ipynb #f93134dc
 class ProcessReward(RewardModelFn):
@@ -108,32 +107,3 @@ def load_process_reward(
     model = ProcessModel.load(where, device=device, trust_remote_code=trust_remote_code)
     tokenizer = load_tokenizer(ModelConfig(name_or_path=str(where), trust_remote_code=trust_remote_code))
     return ProcessReward(model, tokenizer, aggregate, place, name, token_budget)
-
-# %% ../../nbs/rewards/process.ipynb #8e844e51
-StepScorer = Callable[
-    [Sequence[Sequence[int]], Sequence[Sequence[int]]], list[float]
-]  # (prompts, answers so far) → value of each
-
-
-def step_scorer(reward: ProcessReward, aggregate: StepAggregate | None = None) -> StepScorer:
-    """A plain function that says how answers stand so far, for a guided search.
-
-    Args:
-        reward: judges steps.
-        aggregate: of the steps so far; None: the reward's own. What has been written since the last step counts as one.
-
-    Returns:
-        A function from token rows of prompts and of answers so far to one value in [0, 1] for each. Before the first
-        token it is 1.
-    """
-
-    def values(prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> list[float]:
-        begun = [i for i, a in enumerate(answers) if len(a)]
-        out = [1.0] * len(answers)
-        if begun:
-            c = Completions.from_lists([prompts[i] for i in begun], [answers[i] for i in begun])
-            for i, v in zip(begun, aggregate_steps(*reward.steps(c), aggregate or reward.aggregate).tolist()):
-                out[i] = v
-        return out
-
-    return values

@@ -8,15 +8,13 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..config import SamplingConfig
 from ..core import ConfigError, DataError
 from ..data.steps import LINES, StepRule, step_ends, tokenize_steps
 from ..fast.support import unwrapped
-from .choosing import filter_logps
-from .sampler import eos_ids, eval_mode, pad_id, sample_tokens
+from .sampler import eos_ids, pad_id, sample_tokens
 from ..types import PromptBatch, host
 
 Right = Callable[
@@ -24,7 +22,7 @@ Right = Callable[
 ]  # f(prompts, completions, **columns): 1 (more than ½) where an answer is right
 
 # %% auto #0
-__all__ = ['Right', 'StepLabels', 'stderr_of_share', 'Beginnings', 'find_beginnings', 'count_right', 'label_steps', 'exact_value']
+__all__ = ['Right', 'StepLabels', 'stderr_of_share', 'Beginnings', 'find_beginnings', 'count_right', 'label_steps']
 
 # %% ../../nbs/rollout/steps.ipynb #d8cdca8f
 class StepLabels(NamedTuple):
@@ -213,63 +211,3 @@ def _judged(right: Right, prompts: list[Any], texts: list[str], columns: list[di
             f"the check of answers returned {len(marks)} marks for {len(texts)} answers: one each is needed."
         )
     return [m is not None and float(m) > 0.5 for m in marks]
-
-# %% ../../nbs/rollout/steps.ipynb #97ab15ec
-@torch.no_grad()
-def exact_value(
-    model: nn.Module, tokenizer: Any, prompt_ids: Sequence[int], begun: Sequence[int], right: Callable[[str], bool], *,
-    sampling: SamplingConfig | None = None, floor: float = 1e-5, most: int = 200_000,
-) -> tuple[float, float]:  # fmt: skip
-    """The probability that a policy, having begun an answer, ends it right; by going through all continuations.
-
-    Args:
-        model: the policy.
-        tokenizer: of that model.
-        prompt_ids: tokens of the prompt.
-        begun: tokens of the answer so far.
-        right: whether a whole answer, as text, is right.
-        sampling: temperature and filters; min_new_tokens and max_new_tokens of a whole answer.
-        floor: continuations of less probability than this are left out.
-        most: continuations that may be alive at the same time.
-
-    Returns:
-        Lower and upper bound; between them lies what was left out.
-
-    Raises:
-        ConfigError: too many continuations are alive for an enumeration.
-    """
-    sampling = sampling or SamplingConfig()
-    stop = set(eos_ids(unwrapped(model), tokenizer))
-    device = next(model.parameters()).device
-    alive: list[tuple[list[int], float]] = [(list(begun), 1.0)]
-    good, bad = 0.0, 0.0
-    with eval_mode(model):
-        while alive:
-            if len(alive) > most:
-                raise ConfigError(
-                    f"{len(alive)} continuations are alive, too many to go through: raise floor (now {floor:g}), or "
-                    "count samples."
-                )
-            rows = torch.tensor([[*prompt_ids, *tail] for tail, _ in alive], device=device)
-            early = sorted(stop) if len(alive[0][0]) < sampling.min_new_tokens else []
-            so_far = torch.tensor([p for _, p in alive], device=device, dtype=torch.float64)
-            chances = (
-                torch.cat([_next(model, part, sampling, early) for part in torch.split(rows, 2048)]) * so_far[:, None]
-            )
-            further: list[tuple[list[int], float]] = []
-            for i, token in (chances > floor).nonzero().tolist():
-                tail, p = [*alive[i][0], token], float(chances[i, token])
-                if token in stop or len(tail) >= sampling.max_new_tokens:
-                    ends_well = right(tokenizer.decode(tail, skip_special_tokens=True))
-                    good, bad = (good + p, bad) if ends_well else (good, bad + p)
-                else:
-                    further.append((tail, p))
-            alive = further
-    return good, 1.0 - bad
-
-
-def _next(model: Any, rows: Tensor, sampling: SamplingConfig, forbidden: list[int]) -> Tensor:
-    """[N, V], probabilities of the next token as the sampler draws it."""
-    logits = model(input_ids=rows, use_cache=False).logits[:, -1].double() / sampling.temperature
-    logits[:, forbidden] = -torch.inf
-    return filter_logps(logits.log_softmax(-1), sampling).softmax(-1)

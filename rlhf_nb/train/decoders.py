@@ -12,10 +12,9 @@ from ..core import ConfigError, decide_precision
 from ..data.worlds import FIRST_WORLD
 from ..decode.decoder import Decoder
 from ..decode.named import KINDS, DecoderConfig, make_decoder
-from ..decode.search import critic_scorer
 from ..models.load import load_causal_lm
 from ..rewards.base import RewardModelFn, Rewards
-from ..models.heads import RewardModel, ValueModel
+from ..models.heads import RewardModel
 from .entries import build_rewards
 
 # %% auto #0
@@ -59,20 +58,14 @@ def load_decoder(
         trust_remote_code: run Python code that comes with models.
     """
     place = decide_precision(device)
-    searches = config.kind in ("guided", "mcts")
-    if config.reward is not None and (KINDS[config.kind].rewarded or searches):
+    if config.reward is not None and KINDS[config.kind].rewarded:
         rewards = decoder_reward(config.reward, place.device, trust_remote_code)
     named = {"speculative": config.draft, "mixture": config.other, "contrastive": config.other}.get(config.kind)
     second = None
     if named not in (None, "look-up", "reference"):
         where = ModelConfig(name_or_path=named, trust_remote_code=trust_remote_code)
         second = load_causal_lm(where, place, trainable=False)
-    scorer = None
-    if searches and config.critic is not None:
-        scorer = critic_scorer(
-            ValueModel.load(config.critic, trust_remote_code=trust_remote_code).to(place.device).eval()
-        )
-    return make_decoder(config, rewards, second, scorer, second)
+    return make_decoder(config, rewards, second, second)
 
 
 def check_learnable(decoder: Decoder, config: DecoderConfig, method: str, imitates: bool) -> None:

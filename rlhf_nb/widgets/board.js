@@ -51,7 +51,7 @@ class Table {
       return sign * (x < y ? -1 : x > y ? 1 : 0);
     });
     const head = el("tr"), body = el("tbody"), thead = el("thead");
-    head.append(el("th"));
+    head.append(el("td"));
     for (const [key, title] of columns) {
       const th = el("th"), on = key === this.sort;
       th.scope = "col";
@@ -152,26 +152,26 @@ class Compare {
     const parts = [];
     if (told.answers.length) parts.push(fold(this.pinned == null ? "answers" : `answers at step ${this.pinned.toLocaleString("en")}`, true, this.answers(told.answers)));
     const differ = told.settings.filter(s => s.differs);
-    if (told.runs.length > 1) parts.push(fold(`settings that differ (${differ.length})`, true, this.settings(differ)));
-    parts.push(fold("all settings", false, this.settings(told.settings)));
+    if (told.runs.length > 1) parts.push(fold(`settings that differ (${differ.length})`, true, this.settings("settings that differ", differ)));
+    parts.push(fold("all settings", false, this.settings("all settings", told.settings)));
     if (told.events.length) parts.push(fold("events", false, this.list(told.events)));
     for (const part of parts) if (open.has(part.firstChild.textContent)) part.open = true;
     this.below.replaceChildren(...parts);
   }
 
-  grid(heads, rows) {
+  grid(name, heads, rows) {
     const wrap = el("div", "rb-scroll"), table = el("table"), top = el("tr");
     for (const h of heads) { const th = el("th", "", h); th.scope = "col"; top.append(th); }
     table.append(top, ...rows);
     wrap.tabIndex = 0;
     wrap.setAttribute("role", "region");
-    wrap.setAttribute("aria-label", heads.join(", "));
+    wrap.setAttribute("aria-label", name);
     wrap.append(table);
     return wrap;
   }
 
   answers(answers) {
-    return this.grid(["prompt", ...this.told.members], answers.map(a => {
+    return this.grid("answers", ["prompt", ...this.told.members], answers.map(a => {
       const tr = el("tr"), prompt = el("td", "rb-said", a.prompt);
       tr.append(prompt, ...a.answers.map(x => {
         const td = el("td", "rb-said");
@@ -182,8 +182,8 @@ class Compare {
     }));
   }
 
-  settings(rows) {
-    return this.grid(["setting", ...this.told.members], rows.map(s => {
+  settings(name, rows) {
+    return this.grid(name, ["setting", ...this.told.members], rows.map(s => {
       const tr = el("tr", s.differs && this.told.members.length > 1 ? "rb-differs" : "");
       tr.append(el("td", "", s.key), ...s.values.map(v => el("td", "rb-said", v ?? "–")));
       return tr;
@@ -191,7 +191,7 @@ class Compare {
   }
 
   list(events) {
-    return this.grid(["step", "type", "what"], events.map(e => {
+    return this.grid("events", ["step", "type", "what"], events.map(e => {
       const tr = el("tr");
       tr.append(el("td", "rb-number", e.step), el("td", "", e.type), el("td", "rb-said", e.what));
       return tr;

@@ -50,6 +50,7 @@ def _told(runs: Runs, path: str) -> tuple[str, str] | None:
         return "text/javascript; charset=utf-8", module_text("board.js")
     if parts.path == "/board.css":
         frame = ":root{color-scheme:light dark}body{margin:0 auto;padding:4px 16px;max-width:2560px}"
+        frame += "body{background:Canvas;color:CanvasText}"
         return "text/css; charset=utf-8", frame + page_file("charts.css") + page_file("board.css")
     if parts.path == "/api/runs":
         told: object = {"folder": printable(str(runs.folder)), "runs": runs.rows()}

@@ -40,7 +40,9 @@ class Plot {
     this.u = null; this.shape = ""; this.width = 0; this.zoomed = false;
     this.root = el("section", "rc-panel");
     const head = el("header"), tools = el("span", "rc-tools");
-    this.name = el("h3");
+    this.name = el("div", "rc-title");
+    this.name.setAttribute("role", "heading");
+    this.name.setAttribute("aria-level", 2);
     this.range = el("input");
     Object.assign(this.range, {type: "range", min: 0, max: 1, step: 0.05, title: "smoothing"});
     this.range.oninput = () => { this.smoothing = +this.range.value; this.draw(); };
@@ -69,7 +71,7 @@ class Plot {
     this.name.textContent = panel.title;
     this.name.title = panel.lines.map(l => l.key).filter(Boolean).join(", ");
     this.range.setAttribute("aria-label", `smoothing of ${panel.title}`);
-    this.logs.setAttribute("aria-label", `logarithmic axis of ${panel.title}`);
+    this.logs.setAttribute("aria-label", `log axis of ${panel.title}`);
     this.draw();
   }
 
@@ -85,7 +87,7 @@ class Plot {
         tables.push([xs, kept(ys)]); series.push({n, faint: true});
         [xs, ys] = [mx, soft ? smooth(mx, my, half) : my];
       }
-      tables.push([xs, kept(ys)]); series.push({n, bold: true});
+      tables.push([xs, kept(ys)]); series.push({n, bold: true, few: ys.filter(y => y != null).length < 2});
       if (line.error) {
         const edge = sign => kept(ys.map((y, i) => y == null ? null : y + sign * (line.error[i] ?? 0)));
         tables.push([xs, edge(1)], [xs, edge(-1)]); series.push({n, high: true}, {n, low: true});
@@ -150,8 +152,7 @@ class Plot {
       const common = {show, spanGaps: true, auto: !!s.bold, points: {show: false}};
       if (s.faint) return {...common, stroke: faded(line.color, 0.3), width: 1};
       if (!s.bold) return {...common, stroke: "transparent", width: 0};
-      const few = data[i + 1].reduce((k, y) => k + (y != null), 0) < 2;
-      const dots = line.kind === "dots" || few;
+      const dots = line.kind === "dots" || s.few;
       return {...common, stroke: line.color, width: line.kind === "dots" ? 0 : 1.7, dash: line.kind === "dash" ? [6, 3] : undefined,
         points: {show: dots, size: 6, fill: line.color, stroke: line.color}};
     });

@@ -599,6 +599,7 @@ class RunReader:
         try:
             changed = os.stat(self.run_dir.config_path).st_mtime
             if changed != self._config[0]:
+                self._config = (changed, self._config[1])  # a damaged one is read once
                 self._config = (changed, _usable(self.run_dir.config()))
         except (OSError, ValueError):
             pass  # being written at this moment, or damaged: the last one that could be read

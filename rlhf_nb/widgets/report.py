@@ -37,7 +37,9 @@ __all__ = ['report', 'html_page', 'answer_row', 'event_text', 'sparkline', 'scre
 
 # %% ../../nbs/widgets/report.ipynb #02d96cea
 _STYLE = """
-:root{color-scheme:light dark}body{font:15px/1.5 system-ui,sans-serif;margin:1em auto;padding:0 1em;max-width:2500px}
+:root{color-scheme:light dark}
+body{font:15px/1.5 system-ui,sans-serif;margin:1em auto;padding:0 1em;max-width:2500px}
+body{background:Canvas;color:CanvasText}
 table{border-collapse:collapse;font-size:13px;margin:.5em 0;display:block;max-width:100%;overflow-x:auto}
 td,th{padding:2px 10px;text-align:right;border-bottom:1px solid #8884;vertical-align:top}
 td:first-child,th:first-child,td.t{text-align:left}pre{font-size:12px;overflow:auto}
@@ -97,7 +99,7 @@ def html_page(title: str, body: str, charts: bool = False) -> str:
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{rule}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>{body}"
+        f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body><main>{body}</main>"
         f"{code_html() if charts else ''}</body></html>"
     )
 
