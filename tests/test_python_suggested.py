@@ -70,7 +70,6 @@ RUN: dict[str, str] = {  # a suggestion, and lines that hold it; of a fence, and
     'Dashboard("runs/ppo")': SFT.replace("'run'", "'runs/ppo'") + "from rlhf_nb import Dashboard\ntrainer.fit()\n", "from rlhf_nb import Dashboard, Runs": "",
     'Runs("runs")': SFT.replace("'run'", "'runs/ppo-0'") + "from rlhf_nb import Runs\ntrainer.fit()\n",
     'Runs("runs").compare("ppo-0", "ppo-1")': SFT.replace("'run'", "'runs/ppo-0'") + "from rlhf_nb import Runs\nimport shutil\ntrainer.fit(); shutil.copytree('runs/ppo-0', 'runs/ppo-1')\n",
-    'rule=StepRule(";")': "from rlhf_nb.data.steps import StepRule\n",
     'config.save("run.yaml")': "config = SFTConfig(output_dir='run')\n",
     'add_weighted_adapter(..., combination_type="cat")': "from peft import LoraConfig, get_peft_model\nmodel = get_peft_model(model, LoraConfig(r=2, target_modules='all-linear'))\nmodel.add_adapter('b', LoraConfig(r=2, target_modules='all-linear'))\nmodel.add_weighted_adapter(['default', 'b'], [1.0, 1.0], 'both', combination_type='cat')",
     'save_model(trainer.method.model, tokenizer, "adapters/polite")': SFT.replace("few)", "few, model=dict(lora=dict(r=2)))").replace("model, tokenizer, rows", "None, None, rows"),
