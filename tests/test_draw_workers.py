@@ -227,6 +227,15 @@ def test_nothing_is_left_after_an_exception(tmp_path: Path) -> None:
     assert weights(t) == weights(straight)
 
 
+def test_half_a_version_does_not_count() -> None:
+    slots = rollout_workers.WeightSlots({"w": torch.ones(7)}, 2)
+    slots.put({"w": torch.ones(7)}, 4)
+    found = slots.get(4)
+    assert found is not None and torch.equal(found[0]["w"], torch.ones(7))
+    slots.memory[0, 3] ^= 1
+    assert slots.get(4) is None and slots.get(3) is None
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rollouts": {"workers": -1}}, "rollouts.workers"),
     (
@@ -295,7 +304,7 @@ print("same" if found[0] == found[1] else found)
 """
 
 
-@pytest.mark.slow  # two starts of Python; the notebook rollout.workers starts one in the fast tests
+@pytest.mark.slow  # two starts of Python, as in the notebook rollout.workers; the fast tests fork
 @pytest.mark.parametrize("how", ["file", "stdin"])
 def test_a_script_without_a_guard(how: str, tmp_path: Path) -> None:
     """Workers are spawned, don't run the script again, and get its environment; a script without a file (as in a notebook), too."""

@@ -50,6 +50,7 @@ LONG = {
     "pipeline.stage_sweep": "test_pipeline_sweep.py",
     "pipeline.stages": "test_gates.py",
     "pipeline.sweep": "test_settings_sweep.py",
+    "rollout.workers": "test_draw_workers.py",
     "scale.launch": "test_control.py",
     "tutorials.a_policy_learns_to_use_a_calculator": "test_episodes.py",
     "tutorials.ai_feedback": "test_rlaif.py",

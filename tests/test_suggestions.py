@@ -125,8 +125,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (here / "rewards.py").write_text(
         "def short(prompts, completions):\n    return [-float(len(c)) for c in completions]\n"
     )
-    for name in ("runs/ppo", "runs/demo"):
-        (here / name / "config.yaml").write_text("steps: 1\nepochs: null\n" if name == "runs/ppo" else "data: toy\n")
+    for name in ("runs/ppo", "runs/demo", "runs/grpo", "runs/fork"):
+        (here / name).mkdir(parents=True, exist_ok=True)
+        (here / name / "config.yaml").write_text("data: toy\n" if name == "runs/demo" else "steps: 1\nepochs: null\n")
     return here
 
 
@@ -201,6 +202,9 @@ def test_each_line_is_understood(line: Suggestion, world: Path, monkeypatch: pyt
     words = words_of(line)
     if mention(words) or "--help" in words:
         call(*[w for w in words if w != "--help"], "--help")
+        return
+    if "--rollouts" in words:  # reads the run while it is parsed: run in the slow suite, with a run that has steps
+        assert "--rollouts" in call(words[0], "--help")
         return
     resolve(*read(words))
 

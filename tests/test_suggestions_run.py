@@ -80,7 +80,7 @@ def lived_in(world: Path) -> Path:
         patch.chdir(world)
         patch.setenv("XDG_CACHE_HOME", str(world / "cache"))
         patch.setenv("COLUMNS", "200")
-        for name in ("runs/ppo", "runs/demo"):
+        for name in ("runs/ppo", "runs/demo", "runs/grpo", "runs/fork"):
             shutil.rmtree(name)
         call("reward", "model.name_or_path=runs/sft/model", "data.path=pairs.jsonl", "model.lora.r=2", "steps=1", "epochs=null", "console=false", "baseline_pairs=0", "--overwrite")  # fmt: skip
         call("ppo", "--toy", "model.name_or_path=tiny", "reward=runs/reward/model", "steps=41", "save_every=20", "log_every=4", "optimizer.lr=0.003", *few)  # fmt: skip
