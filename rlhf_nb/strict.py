@@ -357,7 +357,7 @@ def _sentence(root: type[BaseModel], data: Any, error: Any, place: _Place) -> st
             return _unknown_key(root, place)
         return f"{where}keys must be text, got {say_value(place.path[-1])}."
     value = _lookup(data, place.path)
-    if error["type"] in _LENGTHS and isinstance(value, list | tuple | dict):
+    if error["type"] in _LENGTHS and isinstance(value, list) and "a list of " not in _expected(place):
         word, key = _LENGTHS[error["type"]]
         return f"{where}got {len(value):,} entries, expected at {word} {error['ctx'][key]:,}."
     if error["type"] == "missing" and value is None:
