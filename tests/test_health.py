@@ -51,7 +51,12 @@ def test_only_checkpoints_that_exist_are_named() -> None:
 
 
 def test_a_run_directory_says_which_checkpoints_it_has(tmp_path: Path) -> None:
-    for name, whole in (("step-0000000016", True), ("step-0000000020", False), (".tmp-step-0000000018", True)):
+    for name, whole in (
+        ("step-0000000016", True),
+        ("step-0000000020", False),
+        (".tmp-step-0000000018", True),
+        ("step-x", True),
+    ):
         folder = tmp_path / "checkpoints" / name
         folder.mkdir(parents=True)
         if whole:
@@ -101,12 +106,12 @@ def test_a_loss_that_rises_again_is_seen(slope: float, state: str, seed: int) ->
     [
         ([2, 1.5, 1.2, 1.1, 1.0], "ok"),
         ([2, 1, 1.2, 1.3, 1.4], "watch"),
-        ([2, 1, 1.004, 1.3, 1.4], "ok"),
+        ([2, 1, 1.05, 1.3, 1.4], "ok"),
         ([2, 2, 1, 1.2, 1.3], "ok"),
     ],
 )
 def test_rows_learnt_by_heart(kept: list[float], state: str) -> None:
-    """Three evaluations after the best one must all be worse by a hundredth."""
+    """Three evaluations after the best one must all be worse by a tenth."""
     known = {"eval/loss": (np.arange(1.0, 6), np.array(kept))}
     concern = CHECKS["held out"](known, {"checkpoints": [2, 4]})
     assert concern is not None and concern[0] == state and ("step 2" in concern[1]) == (state == "watch")

@@ -40,6 +40,7 @@ FROZEN = (
     'CapabilityTester.freeze({"sums": results, "facts": others}, {"sums": 0.02, "facts": 0.03}).save("frozen.json")'
 )
 TEMPLATES = "from rlhf_nb.data.templates import make_chat_template, set_chat_template\n"
+FORGOTTEN = "registry._METHODS.pop('focal_too')\nfrom rlhf_nb.pipeline.stages import PipelineConfig\nPipelineConfig.model_fields.pop('focal_too', None)\nPipelineConfig.model_rebuild(force=True)\n"
 FOCAL = "exec(next(b for b in re.findall(r'^```python\\n(.*?)^```', contributing, 16 | 8) if 'class FocalConfig' in b).split('@register')[0])\nimport rlhf_nb.train.registry as registry\n"
 
 RUN: dict[str, str] = {  # a suggestion, and lines that hold it; of a fence, and of words in backticks that run as they are, what comes before
@@ -88,7 +89,7 @@ RUN: dict[str, str] = {  # a suggestion, and lines that hold it; of a fence, and
     "Rewards(..., on_error='skip')": "Rewards([short, polite], on_error='skip')", "functools.partial(CLASS, ...)": "import functools\nfunctools.partial(dict, a=1)()",
     "recomputed_layers(model)": "from rlhf_nb.scoring.recompute import recomputed_layers\nwith recomputed_layers(model): model(torch.tensor([[1, 2]])).logits.sum().backward()",
     "split_head(model)[0]": "from rlhf_nb.scoring.head import split_head\n", "config.replace(X=...)": "assert SFTConfig(output_dir='run').replace(seed=3).seed == 3",
-    "register(name, X, rows=...)": FOCAL + "registry.register('focal_too', FocalConfig, rows='sft')(type('T', (SFTTrainer,), {'method_class': Focal}))",
+    "register(name, X, rows=...)": FOCAL + "registry.register('focal_too', FocalConfig, rows='sft')(type('T', (SFTTrainer,), {'method_class': Focal}))\n" + FORGOTTEN,
     "logits.argmax(-1)": "logits = torch.randn(2, 3)\n", "fit(resume=True)": SFT + "trainer.fit(); trainer = SFTTrainer(SFTConfig.load('run').replace(steps=2), model, tokenizer, rows); trainer.fit(resume=True)",
     "list(...)": "list(iter(toy.sft_rows(2, 0)))", "read_rows(path)": "path = 'rows.jsonl'; open(path, 'w').write('{\"text\": \"Owls.\"}')\n",
     "make_pairs(prompts, policies)": "from rlhf_nb.widgets.collect import make_pairs\nprompts, policies = ['p'], {'a': ['x'], 'b': ['y']}\n",

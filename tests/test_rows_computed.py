@@ -83,9 +83,10 @@ def test_the_number_that_is_logged_is_that_of_the_rows(
     """In the last step, where each mini-batch has a row with a gradient: the rows that went through the model."""
     run, computed, event = updates(name, tmp_path, False, monkeypatch, lambda prompts, completions, **_: [float(len(c)) for c in completions])  # fmt: skip
     passes = run.config.num_inner_epochs
-    assert sum(computed[len(computed) // 2 :]) >= event["update/rows_computed"] * passes > 0
+    last = sum(computed[len(computed) // 2 :])
+    assert last >= event["update/rows_computed"] * passes > 0
     if not run.config.mask_truncated and len(computed) % 2 == 0:
-        assert sum(computed) == 2 * passes * event["update/rows_computed"], (name, computed)
+        assert last == passes * event["update/rows_computed"], (name, computed)
 
 
 def test_an_update_of_nothing_still_moves_what_adam_remembers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

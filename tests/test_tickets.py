@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 import signal
 import threading
@@ -229,7 +230,7 @@ def test_a_ctrl_c_does_not_wait_for_rewards(lag: int, tmp_path: Path) -> None:
 
     t = make("raft", tmp_path / "a", lag, reward, reward_timeout=None)
     threading.Thread(
-        target=lambda: (asked.wait(), time.sleep(0.3), signal.raise_signal(signal.SIGINT)), daemon=True
+        target=lambda: (asked.wait(), time.sleep(0.3), os.kill(os.getpid(), signal.SIGINT)), daemon=True
     ).start()
     begun = time.monotonic()
     history = t.fit()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -295,7 +296,9 @@ def _held_out(known: Known, config: Mapping[str, Any]) -> Concern:
     if not len(kept):
         return None
     best = int(kept.argmin())
-    if len(kept) - best <= 3 or kept[best + 1 :].min() < kept[best] + 0.01 * abs(kept[best]):
+    found, after = fall(-kept), kept[best + 1 :]
+    worse = len(after) >= 3 and after.min() > kept[best] + 0.1 * abs(kept[best])
+    if not worse and (found is None or not found.clear):
         return "ok", f"eval/loss {kept[-1]:.3g}, at best {kept[best]:.3g}"
     back = _way_back(config.get("checkpoints"), lambda step: -abs(step - at[best]))
     text = f"eval/loss was lowest at step {at[best]:,.0f} ({kept[best]:.3g}) and is {kept[-1]:.3g}"
@@ -355,11 +358,17 @@ def health(known: Known, config: Mapping[str, Any] | None = None) -> list[Light]
     return [Light(name, *said) for name, said in found.items() if said is not None]
 
 
+def _saved(folder: Path) -> list[int]:
+    """Steps of the whole checkpoints in a run's folder."""
+    names = (p.parent.name[5:] for p in folder.glob("checkpoints/step-*/manifest.json"))
+    return sorted(int(n) for n in names if n.isdecimal())
+
+
 def health_of(reader: Any) -> list[Light]:
     """All lights of what a reader of a run directory has read (`widgets.reader.RunReader`)."""
     keys = set(reader.keys)
     config = dict(reader.config) | {k: v for k, v in reader.settings.items() if k == "kl_target"}
-    config["checkpoints"] = sorted(int(p.parent.name[5:]) for p in reader.path.glob("checkpoints/step-*/manifest.json"))
+    config["checkpoints"] = _saved(reader.path)
     return health({k: reader.means(k) for k in _NEEDED if k in keys}, config)
 
 # %% ../../nbs/run/health.ipynb #ab000002
@@ -392,7 +401,7 @@ class LastWord(Callback):
     def on_end(self, run: RunView) -> Flags | None:
         if run.engine.is_main and len(run.history):
             config = run.config.model_dump(mode="json") | {k: c.get() for k, c in run.method.controls().items()}
-            saved = [int(p.parent.name[5:]) for p in run.run_dir.path.glob("checkpoints/step-*/manifest.json")]
-            told = lights_told(lights_of([*run.history, *run.history.evals], config | {"checkpoints": saved}))
+            config["checkpoints"] = _saved(run.run_dir.path)
+            told = lights_told(lights_of([*run.history, *run.history.evals], config))
             Console(force_jupyter=False).print(told, highlight=False, soft_wrap=True, markup=False)
         return None
