@@ -240,3 +240,13 @@ def test_what_is_called_an_exercise_has_a_checker_and_a_solution() -> None:
         told = "\n".join(c["source"] for c in cells(path) if c["cell_type"] == "markdown")
         called += [path] if re.search(r"^#+ Exercises?$", told, re.M) else []
     assert called == LABS + LESSONS, [str(p) for p in {*called} ^ {*LABS, *LESSONS}]
+
+
+def test_one_wrong_file_stops_no_other(tmp_path: Path) -> None:
+    """What can't be read and what is no exercise are rows of the table; the others are judged."""
+    handed = {"a": "not json", "b": "[1]", "c": '{"student": "c"}', "d": '{"student": "d", "answers": {"nope": "1"}}', "e": '{"student": "e", "answers": {}}'}  # fmt: skip
+    for name, text in handed.items():
+        (tmp_path / f"{name}.json").write_text(text)
+    (tmp_path / "f.json").write_bytes(b"\xff\xfe\x00")
+    rows = learn.grade(tmp_path, seed=0).read_text().splitlines()[1:]
+    assert len(rows) == 5 and sum("no submission" in r for r in rows) == 4 and "d,nope,no such exercise" in rows

@@ -105,6 +105,8 @@ def lived_in(world: Path) -> Path:
         for name, place in (("v1", "tiny"), ("v2", "other")):
             shutil.copytree(place, f"models/{name}")
             promote_version(Versions("models"), name, "for the tests")
+    (world / "submissions").mkdir()
+    (world / "submissions/u17.json").write_text(json.dumps({"student": "u17", "answers": {}}))
     jsonl(world / "traffic.jsonl", traffic(3) + traffic(3, "8d1f0c2a77b1", seed=1))
     jsonl(world / "to_rate.jsonl", [{"step": s, "rating": 3 + s % 2} for s in range(0, 41, 4) for _ in range(3)])
     jsonl(world / "votes.jsonl", [{"model_a": "a", "model_b": "b", "winner": w} for w in ("model_a", "model_b", "tie") * 6])  # fmt: skip
@@ -205,6 +207,8 @@ def small(words: list[str]) -> list[str]:
     if name in known_methods():
         fields = get(known_methods()[name]).config.model_fields
         few = [w for w in (*SMALL, *DRAWN) if w.split("=")[0].split(".")[0] in fields]
+        if words[0] == "launch":  # two processes, and a group of answers for each
+            few = [w.replace("batch_size=8", "batch_size=16") for w in few]
         trains = words[0] in (name, "launch") and "--resume" not in words
         return [*words, *few, *(["--overwrite"] if trains else [])]
     if words[0] == "compare" and "--suite" not in words:

@@ -217,7 +217,7 @@ def test_static_rendering_holds_everything(path: Path) -> None:
     nb = nbformat.read(path, 4)
     page, _ = nbconvert.HTMLExporter(template_name="basic").from_notebook_node(nb)
     data = [o["data"] for c in nb.cells for o in c.get("outputs", []) if "data" in o]
-    picture = re.compile(r"src=[\"']data:image/png")
+    picture = re.compile(r"<img[^>]*src=[\"']data:image/png")
     shown = [len(picture.findall("".join(d["text/html"]))) if "text/html" in d else "image/png" in d for d in data]
     assert len(picture.findall(page)) == sum(shown)
     assert page.count("<table") >= sum("<table" in str(d.get("text/html", "")) for d in data)

@@ -484,7 +484,7 @@ def plan_command(
     host: float = typer.Option(None, help="GiB of main memory for each GPU, for offloading; default: enough"),
     on: str = typer.Option(None, help="kind of GPU, for seconds a step: t4 to b200, or a YAML file of its rates"),
     price: float = typer.Option(None, help="of a GPU's hour; needs --on", min=0),
-    hours: float = typer.Option(None, help="that a run lasts: failures are simulated; needs --on", min=0.1),
+    hours: float = typer.Option(None, help="that a run lasts: failures are simulated; needs --on", min=0.1, max=1e5),
     rollouts: str = typer.Option(None, callback=_overlap, is_eager=True, help="a run: which lag and workers would pay"),
     debug: bool = Debug,
 ) -> None:  # fmt: skip

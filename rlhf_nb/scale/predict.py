@@ -271,13 +271,13 @@ def simulate_failures(
     slowest = NormalDist().inv_cdf(0.5 ** (1 / gpus)) if spread else 0.0  # the median of the largest of so many
     step = seconds * math.exp(spread * slowest)
     piece = max(1, round((every or best_interval(save, gpus, between)) / step))
-    kept = failures = 0
+    length, kept, failures = piece * step + save, 0, 0
     now = lost = saving = restarting = 0.0
     fails = rng.exponential(1 / rate)
     while now < end:
-        done = now + piece * step + save
-        if done <= fails:
-            kept, saving, now = kept + piece, saving + save, done
+        pieces = min(int((fails - now) / length), math.ceil((end - now) / length))  # until a failure, or the end
+        if pieces > 0:
+            kept, saving, now = kept + pieces * piece, saving + pieces * save, now + pieces * length
             continue
         lost, restarting, failures = lost + fails - now, restarting + restart, failures + 1
         now = fails + restart

@@ -198,8 +198,8 @@ class Job:
                 raise ConfigError(f"{name} is {getattr(self, name)}, but a run needs at least 1.")
         if self.lora is None and any("adapter" in held for held in self.models):
             raise ConfigError(
-                f"holds is {self.models}, adapters of one backbone for all roles (critic=hydra), so it needs a rank: "
-                "lora=16."
+                "critic=hydra keeps all roles as adapters of one backbone, so it needs their rank: model.lora.r=16 "
+                "(of a Job: lora=16)."
             )
 
     @property
