@@ -248,7 +248,7 @@ def submit(student: str, file: str | Path | None = None) -> Path:
         file: where to; None: `STUDENT.json` in the working folder.
     """
     target = Path(file or f"{student}.json")
-    answers = {name: entry["code"] for name, entry in progress().items()}
+    answers = {name: entry["code"] for name, entry in progress().items() if name in EXERCISES}
     write_whole(target, json.dumps({"student": student, "answers": answers}, indent=1))
     return target
 
