@@ -28,7 +28,7 @@ from rlhf_nb.data.templates import make_chat_template, train_bpe
 from rlhf_nb.models.heads import RewardModel
 from rlhf_nb.models.load import save_model
 from rlhf_nb.models.places import COMPLETE
-from rlhf_nb.pipeline.stage_sweep import read_sweep
+from rlhf_nb.pipeline.sweep import read_sweep
 
 LINES = suggestions.all_lines()
 FILLED = {  # what a message fills in
@@ -62,7 +62,7 @@ OF_COMMAND: dict[str, dict[str, str]] = {  # metavariables that mean something e
     "grpo": {"FILE": "prompts.jsonl"}, "rlaif": {"FILE": "prompts.jsonl"},
     "get": {"NAME": "smollm2"}, "feedback": {"FILE": "feedback.jsonl"}, "reward": {"FILE": "pairs.jsonl"}, "launch": {"FORK": "runs/fork"}, "fork": {"KEY=VALUE": "kl_coef=0.2"}, "push": {"NAME": "owner/name"}, "run": {"FILE": "pairs.jsonl", "run.yaml": "run_all.yaml"},
     "sample": {"FOLDER": "runs/reward/model", "...": "Hello."}, "attack": {"MODEL": "runs/reward/model"},
-    "eval": {"FOLDER": "runs/reward/model"}, "compare": {"A": "runs/eval/old", "B": "runs/eval/new", "C": "runs/eval/sums/smollm2"}, "lm-eval": {"MODEL": "tiny"}, "plan": {"FILE": "run.yaml"},
+    "eval": {"FOLDER": "runs/reward/model"}, "compare": {"A": "runs/eval/old", "B": "runs/eval/new", "C": "runs/eval/sums/smollm2"}, "plan": {"FILE": "run.yaml"},
 }  # fmt: skip
 CONFIGS = {
     "eval": "bench.evals:EvalConfig", "attack": "bench.attack:AttackConfig",

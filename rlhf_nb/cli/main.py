@@ -145,7 +145,7 @@ runs_app = typer.Typer(help="Look after run directories.", no_args_is_help=True)
 app.add_typer(runs_app, name="runs")
 
 for module, names in (
-    (ask, ("sample", "chat", "get", "eval", "compare", "attack", "lm-eval")),
+    (ask, ("sample", "chat", "get", "eval", "compare", "attack")),
     (models, ("export", "merge", "push")),
     (traffic, ("serve", "monitor", "feedback", "cycle")),
     (trials, ("sweep", "fork", "overopt")),

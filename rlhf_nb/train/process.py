@@ -100,8 +100,6 @@ class Process(TextMethod):
     columns = ("loss", "steps/accuracies", "steps/values", "steps/labels", "lr", "grad_norm")
     config: ProcessConfig
 
-    token_settings = ("boundary", "hard_from")  # that `tokenize` reads, besides data
-
     def __init__(self, net: ProcessModel, tokenizer: Any, config: ProcessConfig) -> None:
         super().__init__(None, tokenizer, config, net)
         self.net = net
