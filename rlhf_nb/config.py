@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import os
-import re
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, WrapValidator, model_validator
 
-from .errors import did_you_mean, read_interval
+from .errors import read_interval
 from .strict import StrictConfig, explain, merge, option, parse_overrides, read_config_file
 
 # a config of one's own needs these, too
@@ -66,7 +65,7 @@ class LoraSettings(StrictConfig):
             raise ValueError(
                 f"init_lora_weights is {start!r}, and adapters here start at nothing: use true or gaussian. Starts that "
                 "change the frozen weights (pissa, olora, loftq, ...) or add to the model (false) would make another "
-                "reference of them; peft has them, model.merge_and_unload() makes a plain model of the result."
+                "reference of them; peft has them, and its merge_and_unload makes a plain model of the result."
             )
         return self
 

@@ -100,7 +100,6 @@ ELSEWHERE = {  # what another file runs: its name, and the words that do
     "trainer.push_to_hub()": ("tests/test_trl_scripts.py", ".push_to_hub("), "args=TrainingArguments(...)": ("tests/test_trl_scripts.py", "TrainingArguments("),
     "PPOTrainer(model, ref_model, reward_model, value_model, ...)": ("tests/test_trl_scripts.py", "PPOTrainer("), "from openai import OpenAI": ("tests/test_serve.py", ".chat.completions.create("),
     "engine.prepare(module, settings)": ("nbs/run/engine.ipynb", ".prepare("), "engine.generation_mode()": ("nbs/run/engine.ipynb", ".generation_mode("),
-    'run_tasks(model, tokenizer, ["hellaswag"])': ("tests/test_harness.py", "run_tasks("),
 }  # fmt: skip
 SPOKEN_OF = {  # no advice: what a class must have, what we call, what a function is called like
     "model(...)", "decode(encode(x)) == x", "frozen_modules()", "controls()", "fit()", "import rlhf_nb", "Rewards(rollout, needed=False)", "reset(**row)", "get_reward()",

@@ -33,7 +33,7 @@ from rlhf_nb.pipeline.sweep import read_sweep
 LINES = suggestions.all_lines()
 FILLED = {  # what a message fills in
     "{name}": "smollm2", "{model}": "smollm2", "{done.folder}": "tiny", "{output_dir}": "runs/demo", "{folder}": "runs/ppo",
-    "{run}": "runs/ppo", "{path}": "runs/ppo", "{place}": "runs/ppo", "{base}": "smollm2", "{out}": "to_rate.jsonl",
+    "{run}": "runs/ppo", "{path}": "runs/ppo", "{place}": "runs/ppo", "{base}": "smollm2", "{made.folder.parent}": "runs",
     "{processes}": "2", "{strategy}": "ddp", "{step}": "40", "{self.method}": "sft", "{method.name}": "sft", "{more}": "",
     "{self.folder}": "jobs/owls", "{store.path}": "feedback.jsonl", "{made.path}": "pairs.jsonl", "{method}": "dpo",
     "{made.method}": "ppo", "{run.run_dir.path}": "runs/ppo", "{command}": "ppo", "{first}": "smollm2_ppo",
@@ -45,7 +45,7 @@ FILLED_IN = {  # where the same word means something else
     "--votes FILE": "--votes votes.jsonl", "serve MODEL --feedback FILE": "serve tiny --feedback said.jsonl",
     "serve --feedback FILE": "serve tiny --feedback said.jsonl", "serve MODEL --traffic FILE": "serve tiny --traffic said.jsonl",
     "eval MODEL --suite {model}": "eval tiny --suite sums", "sample {name}": "sample tiny", "push {place} {name}": "push runs/ppo a/b",
-    "{name} --config run/config.yaml": "ppo --config runs/ppo", "{name} --toy {…}": "ppo --toy seed=1",
+    "{name} --config run/config.yaml": "ppo --config runs/ppo",
     "{made.method} --config {…}": "ppo --config run.yaml", "get {name}{more}": "get smollm2", "data {name}{…}": "data owner/name",
     "chat {name}{…}": "chat smollm2", "merge {…} --method": "merge A B -o OUT --method linear", "compare {folder} OTHER_FOLDER":
     "compare runs/eval/old runs/eval/new", "grpo --config {output_dir}": "grpo --config runs/grpo", "get {place}": "get owner/name", "launch METHOD --config FORK": "launch ppo --config FORK", "strategy={strategy}{…}": "strategy=ddp --toy", "get {name} --from": "get smollm2 --from pypi", "--config {…}": "--config run.yaml",

@@ -108,7 +108,6 @@ def lived_in(world: Path) -> Path:
     (world / "submissions").mkdir()
     (world / "submissions/u17.json").write_text(json.dumps({"student": "u17", "answers": {}}))
     jsonl(world / "traffic.jsonl", traffic(3) + traffic(3, "8d1f0c2a77b1", seed=1))
-    jsonl(world / "to_rate.jsonl", [{"step": s, "rating": 3 + s % 2} for s in range(0, 41, 4) for _ in range(3)])
     jsonl(world / "votes.jsonl", [{"model_a": "a", "model_b": "b", "winner": w} for w in ("model_a", "model_b", "tie") * 6])  # fmt: skip
     jsonl(world / "alpaca.json", [{"instruction": "Say owl.", "input": "", "output": "Owl."}] * 16)
     jsonl(world / "orca_dpo.jsonl.gz", [{"system": "", "question": f"Owl {i}?", "chosen": "Yes.", "rejected": "No."} for i in range(16)])  # fmt: skip

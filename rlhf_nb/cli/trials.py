@@ -11,7 +11,6 @@ import typer
 from .options import Debug, ConfigFile, Toy, print_rich, told
 from .settings import load_config, say_what_to_train
 from ..console import again, me, tell
-from ..errors import RunError, printable
 
 # %% auto #0
 __all__ = ['sweep_command', 'fork_command', 'overopt_command']

@@ -419,8 +419,10 @@ def describe_data(told: Told) -> str:
 # %% ../../nbs/hub/card.ipynb #59037c73
 def commands(told: Told) -> list[str]:
     """The line that does a run again."""
-    info = told.info
-    return [] if info is None else [f"rlhf-nb {info.command or info.name} --config run/config.yaml output_dir=again"]
+    if told.info is None:
+        return []
+    name = told.info.command or told.info.name
+    return [f"rlhf-nb {name} --config run/config.yaml output_dir=again"]
 
 
 def front_matter(told: Told, license: str | None) -> str:

@@ -3,10 +3,8 @@
 # %% ../../nbs/models/load.ipynb #c6389e2e
 from __future__ import annotations
 
-import copy
 import importlib.util
 import logging
-import math
 import os
 import shutil
 import sys
@@ -24,7 +22,7 @@ from torch import Tensor, nn
 from ..config import LoraSettings, ModelConfig
 from ..data.templates import CHATML
 from ..data.worlds import FIRST_WORLD, model_world
-from ..core import DTYPES, ConfigError, ModelError, Precision, check_choice, decide_precision, evaluating
+from ..core import DTYPES, ModelError, Precision, check_choice, decide_precision, evaluating
 from rlhf_nb.models.files import (
     base_of_adapter, check_model_folder, find_model, hub_adapter, load_or_explain, looks_local, named, no_such_path,
     pretrained, quiet,

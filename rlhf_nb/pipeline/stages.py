@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import shutil
 import time
@@ -24,7 +23,6 @@ from ..data.templates import train_bpe
 from ..evaluate.policy import PolicyEval, evaluate
 from ..data.worlds import FIRST_WORLD, WORLDS, gold_of, model_world, world_of
 from ..models.load import load_causal_lm, load_tokenizer, save_model
-from .figures import draw_training, save_figures
 from rlhf_nb.pipeline.gates import (
     Check,
     GatesConfig,
@@ -38,7 +36,7 @@ from rlhf_nb.pipeline.gates import (
 )
 from ..rewards.base import RewardModelFn
 from ..run.lock import RunLock
-from ..run.log import config_changes, read_metrics
+from ..run.log import config_changes
 from ..run.state import clean_saves
 from ..scale.launch import check_launch, launch
 from ..train.method import tokenize_rows
@@ -51,6 +49,7 @@ from ..data.worlds import Row
 from ..train.watched import entries_by_name
 from ..train.stage import StageResult, lasting, read_json, run_stage, write_json
 from ..types import PromptBatch
+from ..widgets.report import report
 
 # %% auto #0
 __all__ = ['CLASSIC', 'BaseConfig', 'PipelineConfig', 'add_stages', 'make_base', 'train_on_labels', 'StagePlan', 'Gatekeeper',
@@ -622,12 +621,12 @@ class RLHFPipeline:
             return self.evaluate()
 
     def evaluate(self) -> dict[str, Any]:
-        """Judge every policy on held-out prompts; writes `results.json` and `figures/`, and returns the results."""
+        """Judge every policy on held-out prompts; writes `results.json` and `report.html`, and returns the results."""
         self.say("evaluate: begins.")
         self.judged = judge_policies(self.plan)
         results = collect_results(self.plan, self.judged)
         write_json(self.path / "results.json", results)
-        save_figures(self.path, self.judged)
+        report(self.path, pngs=False)
         return results
 
 # %% ../../nbs/pipeline/stages.ipynb #50ecbd7a

@@ -12,7 +12,6 @@ from torch import Tensor
 from ..config import SamplingConfig
 from ..models.adapters import Reference
 from ..fast.support import unwrapped
-from .choosing import Chooser
 from .numbers import uniforms
 from .backends import Request
 from .sampler import addresses, as_rollout, cut_at_eos, eval_mode, pad_id

@@ -9,7 +9,7 @@ import re
 from importlib import import_module
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from ..config import StrictConfig, option
 from ..core import ConfigError, did_you_mean

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path

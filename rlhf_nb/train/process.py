@@ -13,7 +13,7 @@ import torch
 from pydantic import model_validator
 from torch import Tensor
 
-from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, StrictConfig, option
+from ..config import DataConfig, ModelConfig, PathText, StrictConfig, option
 from ..core import ConfigError, derive_seed
 from ..data.steps import StepRule
 from ..data.worlds import toy_presets

@@ -15,7 +15,7 @@ import torch
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, TrainConfig, option
+from ..config import DataConfig, ModelConfig, PathText, TrainConfig, option
 from ..core import ConfigError, derive_seed, evaluating
 from ..data.shapes import DataNote
 from ..data.sources import collate_completions, collate_preferences
