@@ -130,10 +130,9 @@ class GRPO(OnlineMethod):
         r = self.noted(self.advantages(scored))
         drawn = iter(batch.further) if isinstance(batch, StepTicket) else None
         for again in range(1, self.config.resample + 1):
-            alive, more = self._alive(r), None
-            if drawn is not None:
-                more = next(drawn, None)
-            elif self.more_prompts is not None and not alive.all():
+            alive = self._alive(r)
+            more: PromptBatch | StepTicket | None = None if drawn is None else next(drawn, None)
+            if drawn is None and not alive.all() and self.more_prompts is not None:
                 more = self.more_prompts()
             if more is None:
                 break
