@@ -170,7 +170,9 @@ def test_further_prompts_are_drawn_ahead_too(tmp_path: Path) -> None:
         ticket = t.method.ticket
         assert ticket.number == step and ticket.version == step  # the last round was learnt from last
         ahead = t.method.rollouts.tickets
-        assert [[x.version for x in ahead[n].further] for n in sorted(ahead)] == [[step]] * (step < 5) + [[]] * (step < 4)
+        assert [[x.version for x in ahead[n].further] for n in sorted(ahead)] == [[step]] * (step < 5) + [[]] * (
+            step < 4
+        )
         asked += [p for n in ahead for x in ahead[n].further for p in x.rollout().prompts[::4]]
         t.finish_step(t.update(r))
     assert len({*asked}) == len(asked) > 8
