@@ -103,7 +103,7 @@ ELSEWHERE = {  # what another file runs: its name, and the words that do
 }  # fmt: skip
 SPOKEN_OF = {  # no advice: what a class must have, what we call, what a function is called like
     "model(...)", "decode(encode(x)) == x", "frozen_modules()", "controls()", "fit()", "import rlhf_nb", "Rewards(rollout, needed=False)", "reset(**row)", "get_reward()",
-    "f(prompts, completions)", "XmodPreTrainedModel.set_default_language()", "time() - rlhf_nb_monitor_time_seconds > 7200", "exp(reward / tau)", "use_fast(False)",
+    "f(prompts, completions)", "XmodPreTrainedModel.set_default_language()", "time() - rlhf_nb_monitor_time_seconds > 7200", "use_fast(False)",
     "len(prompt_ids)", "torch.cuda.is_bf16_supported()", "from rlhf_nb.pipeline.sweep import serve_jobs", "serve_jobs()", "score(completions)", "reset(self, row, seed)",
     "step(self, turn)", "step(turn)", "denominators()", "from rlhf_nb import SFTConfig, SFTTrainer",
 }  # fmt: skip
