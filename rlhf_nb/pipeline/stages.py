@@ -49,6 +49,7 @@ from ..data.worlds import Row
 from ..train.watched import entries_by_name
 from ..train.stage import StageResult, lasting, read_json, run_stage, write_json
 from ..types import PromptBatch
+from ..widgets.reader import find_runs
 from ..widgets.report import report
 
 # %% auto #0
@@ -626,7 +627,8 @@ class RLHFPipeline:
         self.judged = judge_policies(self.plan)
         results = collect_results(self.plan, self.judged)
         write_json(self.path / "results.json", results)
-        report(self.path, pngs=False)
+        if logged := find_runs(self.path, 1):
+            report(logged, self.path / "report.html", pngs=False)
         return results
 
 # %% ../../nbs/pipeline/stages.ipynb #50ecbd7a
