@@ -321,7 +321,7 @@ class OnlineMethod(TextMethod):
             from rlhf_nb.rollout.vllm import Vllm
 
             self.besides = Vllm(vllm, config.rollouts.vllm_options).instead_of(self.sampler, model)
-        self.ahead = self.rollouts if config.rollouts.lag or self.rollouts.workers else None
+        self.ahead = self.rollouts if config.rollouts.lag or config.rollouts.workers or vllm else None
         self.temperature, self._taken = config.sampling.temperature, math.nan
 
     @abstractmethod
@@ -706,12 +706,11 @@ def check_workers(method: OnlineMethod) -> None:
         "decoder draws in more ways than one": cfg.decoder != _PLAIN, method.draws_besides: bool(method.draws_besides),
     }  # fmt: skip
     why = next((k for k, on in wrong.items() if on), None)
-    if method.rollouts.workers is None:
-        return
-    if why:
+    if why and (vllm or cfg.rollouts.workers):
         key, off = ("vllm", "null") if vllm else ("workers", "0")
         raise ConfigError(f"rollouts.{key} is {vllm or cfg.rollouts.workers}, but {why}: set rollouts.{key}={off}.")
-    method.rollouts.workers.pack()
+    if (vllm or cfg.rollouts.workers) and method.rollouts.workers is not None:
+        method.rollouts.workers.pack()
 
 
 def check_draws(method: OnlineMethod, prompts: PromptBatch) -> dict[str, Any]:
