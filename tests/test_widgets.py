@@ -29,7 +29,8 @@ from rlhf_nb.widgets.charts import Axes, Curve, Panel, line_chart, to_png
 from rlhf_nb.widgets.dashboard import Dashboard
 from rlhf_nb.widgets.kernel import front_end
 from rlhf_nb.widgets.panels import group_panels, still
-from rlhf_nb.widgets.reader import RunReader, Series, find_runs, open_runs
+from rlhf_nb.widgets.imported import find_runs
+from rlhf_nb.widgets.reader import RunReader, Series, open_runs
 from rlhf_nb.widgets.report import metrics_text, report, serve_metrics, watch
 
 ROOT = Path(__file__).resolve().parent.parent

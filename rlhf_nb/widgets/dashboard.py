@@ -17,6 +17,7 @@ from ..core import RunError, printable
 from ..run.callbacks import Callback, RunView
 from .charts import Axes, Panel, line_chart
 from .html import escape
+from .imported import log_files
 from .kernel import Pump, front_end, in_notebook
 from .panels import LAYOUT, control_text, group_panels, still, words_html
 from .reader import RunReader, open_runs
@@ -137,8 +138,8 @@ class _Requests:
                     continue
                 self._checkpoint, request = self._newest_checkpoint(), "save"
             what = request if value is None else f"{key} = {value:.4g}"
-            if run.status.over:
-                self.answer = f"{what}: the run is over, so it can't be asked any more"
+            if run.status.over or log_files(run.path) != [run.run_dir.metrics_path]:
+                self.answer = f"{what}: the run is over, or another program's, so it can't be asked"
                 continue
             try:
                 run.run_dir.request(request, key, value)

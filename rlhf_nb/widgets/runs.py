@@ -23,7 +23,8 @@ from .charts import Floats, to_png
 from .html import table_html
 from .kernel import front_end
 from .panels import AXES, group_panels, page_groups, standing
-from .reader import RunReader, find_runs
+from .imported import find_runs, log_files
+from .reader import RunReader
 from .report import answer_row, event_text
 from .touch import chart_data, code_html, inert_json
 
@@ -50,7 +51,7 @@ def _row_of(path: Path, name: str) -> dict[str, Any]:
     share = min(1.0, status.step / status.total) if status.total else float(status.over)
     return {
         "name": name, "kind": "run", "method": printable(str(begun.get("method", ""))), "stages": [],
-        "model": printable(model.decode("utf-8", "replace")), "state": status.state, "status": printable(str(status)),
+        "model": printable(model.decode("utf-8", "replace")), "state": status.state, "status": printable(standing(reader)),
         "step": status.step, "total": status.total, "share": share,
         "numbers": {n: x for n, x in numbers.items() if x is not None and np.isfinite(x)},
     }  # fmt: skip
@@ -259,7 +260,7 @@ class Runs:
         """What kind of runs a folder holds together; empty where they have nothing to do with each other."""
         if folder not in kinds:
             inside = folder != self.folder and folder.is_relative_to(self.folder)
-            inside = inside and not (folder / "metrics.jsonl").exists()
+            inside = inside and not log_files(folder)
             names = set(os.listdir(folder)) if inside else set()
             kinds[folder] = next((kind for name, kind in _OF_GROUPS.items() if name in names), "")
         return kinds[folder]
@@ -274,8 +275,8 @@ class Runs:
         """What a table says of a run, looked at again when it may have changed; None: it is gone."""
         name = self._name(path)
         try:
-            about = os.stat(path / "metrics.jsonl")
-        except OSError:
+            about = max((os.stat(p) for p in log_files(path)), key=lambda s: s.st_mtime)
+        except (OSError, ValueError):  # there is none any more
             return None
         stamp = about.st_mtime_ns, about.st_size
         known = self._seen.get(path)
@@ -296,7 +297,7 @@ class Runs:
         if name not in self.paths:
             self.rows()
         fits = [n for n in self.paths if n == name] or [n for n in self.paths if n.endswith(f"/{name}")]
-        if len(fits) != 1 or not (self.paths[fits[0]] / "metrics.jsonl").exists():
+        if len(fits) != 1 or not log_files(self.paths[fits[0]]):
             hint = did_you_mean(name, list(self.paths), f"Several end so: {', '.join(fits)}." if fits else "")
             raise RunError(f"there is no run {name!r} in {self.folder}. {hint}")
         if window is not None:
@@ -308,6 +309,8 @@ class Runs:
             for old in list(self._read)[: -self.KEPT]:
                 del self._read[old]
         reader.poll()
+        if reader.problem and not reader.keys:
+            raise RunError(reader.problem)
         return reader
 
     def compare(
