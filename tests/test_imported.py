@@ -68,7 +68,7 @@ def test_three_programs_share_their_panels(tmp_path: Path) -> None:
     state(tmp_path / "trl")
     with SummaryWriter(str(tmp_path / "tb")) as writer:
         for s in range(1, 31):
-            for name, tag in zip(NAMES, ("train/loss", "train/rewards/chosen", "train/kl", "train/learning_rate")):
+            for tag in ("train/loss", "train/rewards/chosen", "train/kl", "train/learning_rate"):
                 writer.add_scalar(tag, round(1 / s, 6), s)
             writer.add_image("picture", __import__("numpy").zeros((3, 4, 4)), s)
         writer.add_text("args", json.dumps({"beta": 0.1, "seed": 3}))

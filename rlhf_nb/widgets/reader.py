@@ -412,6 +412,9 @@ def _controls(told: Any) -> dict[str, dict[str, float]]:
     return {k: {n: x for n, x in v.items() if math.isfinite(x)} for k, v in numbers.items()}
 
 
+_EVAL = b'"type": "eval"'
+
+
 def _usable(config: dict[str, Any]) -> dict[str, Any]:
     """A configuration whose numbers that views compute with are numbers."""
     return {k: v for k, v in config.items() if k not in ("steps", "kl_budget", "kl_target") or type(v) in (int, float)}
@@ -450,7 +453,7 @@ class RunReader:
 
     def poll(self) -> bool:
         """Take in what was written since the last time; True when anything was, or when the log was cut."""
-        if others := self._others():
+        if others := self.others:
             return self._import(others, MAX_IMPORT)
         cut = self._tail.replaced()
         if cut:
@@ -472,7 +475,7 @@ class RunReader:
         Args:
             most: bytes of each.
         """
-        if others := self._others():
+        if others := self.others:
             self._import(others, 4 << 20)
         with suppress(OSError), open_regular(self.run_dir.metrics_path) as f:
             size, head = os.fstat(f.fileno()).st_size, f.read(most)
@@ -480,11 +483,18 @@ class RunReader:
             tail = f.read(most)
             if size <= 2 * most:
                 head, tail = head + tail, b""
+            elif _EVAL not in tail:  # the newest evaluation may be somewhat earlier
+                f.seek(max(most, size - 24 * most))
+                earlier = f.read(min(23 * most, size - 2 * most))
+                at = earlier.rfind(_EVAL)
+                line = earlier[earlier.rfind(b"\n", 0, at) + 1 : earlier.find(b"\n", at) + 1] if at >= 0 else b""
+                self._take(parse_lines(line)[0])
             for block in (head[: head.rfind(b"\n") + 1], tail[tail.find(b"\n") + 1 : tail.rfind(b"\n") + 1]):
                 self._take(parse_lines(block)[0])
             self._grew = time.monotonic() - self._age()
 
-    def _others(self) -> list[Path]:
+    @property
+    def others(self) -> list[Path]:
         """Files in which another program logged this run; empty: it is one of this package, or not there yet."""
         found = log_files(self.path)
         return [] if found == [self.run_dir.metrics_path] else found
