@@ -367,7 +367,8 @@ def listen(
 
     Args:
         what: is served.
-        answer: from the path, with its query, to kind and text of the answer; None: there is nothing. It may raise RunError.
+        answer: from the path, with its query, to kind and text of the answer; None: there is nothing. A RunError is
+            said.
         port: 0 takes a free one.
         host: of this machine. On a loopback address only requests that name one are answered, so that no page of
             another site reads what is here by pointing its own name at this machine.
