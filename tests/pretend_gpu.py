@@ -29,6 +29,11 @@ WAITS = {  # operations that a GPU must have finished before the host knows what
 BY_INDEX = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
 MOVES = {"copy_", "_to_copy"}
 COPIED = {"tensor", "as_tensor", "asarray", "new_tensor"}  # made on the host, then copied
+WITH_VALUES = {
+    "__setitem__": 2,
+    "copy_": 1,
+    "where": 1,
+}  # from which argument on a tensor of no dimensions is copied, too
 
 
 class Waits:
@@ -186,10 +191,10 @@ class _Mode(TorchFunctionMode):
             if name == "tolist" and isinstance(first, OnGPU):
                 _waits.note(name)
                 return first.inner.tolist()
-            if name in ("__setitem__", "copy_") and isinstance(first, OnGPU) and not kwargs.get("non_blocking"):
-                value = args[2 if name == "__setitem__" else 1]  # below, a tensor of no dimensions looks like a number
-                if isinstance(value, Tensor) and not isinstance(value, OnGPU) and not value.dim():
-                    _waits.note("a value from the host")
+            if name in WITH_VALUES and isinstance(first, OnGPU) and not kwargs.get("non_blocking"):
+                for value in args[WITH_VALUES[name] :]:  # below, a tensor of no dimensions looks like a number
+                    if isinstance(value, Tensor) and not isinstance(value, OnGPU) and not value.dim():
+                        _waits.note("a value from the host")
             if name in ("to", "type_as"):
                 return self.move(func, first, args[1:], kwargs)
             if (

@@ -238,6 +238,8 @@ COPIES: dict[str, tuple[Any, bool]] = {  # what is done with a tensor on the GPU
     "an index that is there": (lambda gpu, cpu: gpu[torch.arange(2, device="cuda")], False),
     "values of the host's": (lambda gpu, cpu: gpu.__setitem__(slice(0, 2), cpu[:2]), True),
     "one value of the host's": (lambda gpu, cpu: gpu.__setitem__(0, cpu[0]), True),
+    "a choice with a value of the host's": (lambda gpu, cpu: torch.where(gpu > 0, gpu, cpu[0]), True),
+    "a choice with a number": (lambda gpu, cpu: torch.where(gpu > 0, gpu, 2.0) + gpu.where(gpu > 0, 1.0), False),
     "a number": (lambda gpu, cpu: gpu.__setitem__(0, 5.0), False),
     "full": (lambda gpu, cpu: torch.full((), 3.0, device="cuda") + gpu.new_full((), 2.0), False),
     "arithmetic with a number of the host's": (lambda gpu, cpu: gpu * cpu[0] + 1, False),
