@@ -35,7 +35,14 @@ CONFIGS: dict[str, str] = {
     "a list": "[]\n",
     "kinds": "kl_budget: x\nkl_target: [1]\nkl_coef: {}\nrewards: 3\nsteps: many\n",
 }  # fmt: skip
-NAMES = ["<script>alert(1)</script>", "a b&run=plain#x?y%2F", "new\nline", "\u202eevil", "%2e%2e", '"><img src=x onerror=alert(1)>']
+NAMES = [
+    "<script>alert(1)</script>",
+    "a b&run=plain#x?y%2F",
+    "new\nline",
+    "\u202eevil",
+    "%2e%2e",
+    '"><img src=x onerror=alert(1)>',
+]
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +132,8 @@ def test_a_run_that_is_gone_is_named(port: int) -> None:
     assert status == 404 and "there is no run 'plian'" in text and "'plain'" in text
 
 
-@pytest.mark.parametrize("host", ["evil.com", "127.0.0.1.evil.com", "127.0.0.1:80@evil.com", "", "localhost.evil.com:80"])
+@pytest.mark.parametrize(
+    "host", ["evil.com", "127.0.0.1.evil.com", "127.0.0.1:80@evil.com", "", "localhost.evil.com:80"]
+)
 def test_other_names_of_this_machine(host: str, port: int) -> None:
     assert asked(port, "/api/runs", host)[0] == 404

@@ -256,7 +256,19 @@ def test_one_wrong_file_stops_no_other(tmp_path: Path) -> None:
 
 
 SOLVED = {"kind": "right", "code": "def f(s): return 1", "when": "2026-11-26"}
-DAMAGED = ["", "[]", "3", "null", '"ab"', "{", '[["a", 1]]', '{"rloo": 3}', '{"rloo": null}', '{"rloo": {"kind": 5, "code": "x"}}', '{"rloo": {"kind": "right"}}']
+DAMAGED = [
+    "",
+    "[]",
+    "3",
+    "null",
+    '"ab"',
+    "{",
+    '[["a", 1]]',
+    '{"rloo": 3}',
+    '{"rloo": null}',
+    '{"rloo": {"kind": 5, "code": "x"}}',
+    '{"rloo": {"kind": "right"}}',
+]
 
 
 @pytest.mark.parametrize("text", [*DAMAGED, "\xff", "a pipe", "a folder"])
@@ -280,7 +292,9 @@ def test_progress_that_is_damaged(text: str, tmp_path: Path, monkeypatch: pytest
     assert "rloo right" in learn.course_command([])
 
 
-@pytest.mark.parametrize("student", ["", ".", "..", "../ada", "/tmp/ada", "a/b", "a\\b", "-rf", "a\nb", "a\0b", "x" * 300])
+@pytest.mark.parametrize(
+    "student", ["", ".", "..", "../ada", "/tmp/ada", "a/b", "a\\b", "-rf", "a\nb", "a\0b", "x" * 300]
+)
 def test_a_student_is_no_path(student: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="submit: a file is named after"):
@@ -288,7 +302,10 @@ def test_a_student_is_no_path(student: str, tmp_path: Path, monkeypatch: pytest.
     assert not list(tmp_path.iterdir()) and learn.submit("Zoë O'Neil-2").name == "Zoë O'Neil-2.json"
 
 
-@pytest.mark.parametrize("words", ["quiz ²", "quiz -1", "quiz 99", "quiz 1 a", "quiz 1 z z z z z", "quiz 1 ab a a a a", "submit", "grade", "mark 3"])
+@pytest.mark.parametrize(
+    "words",
+    ["quiz ²", "quiz -1", "quiz 99", "quiz 1 a", "quiz 1 z z z z z", "quiz 1 ab a a a a", "submit", "grade", "mark 3"],
+)
 def test_words_that_are_none(words: str) -> None:
     with pytest.raises(ConfigError):
         learn.course_command(words.split())

@@ -225,7 +225,9 @@ class NoPlace:
 
 @pytest.mark.parametrize("where", ["pipe", "start"])
 @pytest.mark.parametrize("code", [errno.EAGAIN, errno.EMFILE, errno.ENOMEM])
-def test_a_worker_that_cannot_be_started(where: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_cannot_be_started(
+    where: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rollout_workers, "CONTEXT", NoPlace(where, OSError(code, os.strerror(code))))
     parts = lambda: (torch.nn.Linear(1, 1), OurSampler(), None, None)
     crew = rollout_workers.Workers(2, 2, parts)

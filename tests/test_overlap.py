@@ -78,13 +78,21 @@ def test_the_command(tmp_path: Path) -> None:
     assert empty.exit_code == 1 and "has no step after the first 2" in " ".join(empty.output.split())
 
 
-ODD = [{k: x for k in ("perf/generate_s", "perf/step_s", "perf/collect_s")} for x in (0.0, 1e-12, -1.0, 1e300, 10**400, "x", None, [1])]
-ODD += [{"perf/generate_s": 1.0, "perf/collect_s": 1.2, "perf/step_s": x} for x in ("NaN", "Infinity", "-Infinity", None, {})]
+ODD = [
+    {k: x for k in ("perf/generate_s", "perf/step_s", "perf/collect_s")}
+    for x in (0.0, 1e-12, -1.0, 1e300, 10**400, "x", None, [1])
+]
+ODD += [
+    {"perf/generate_s": 1.0, "perf/collect_s": 1.2, "perf/step_s": x}
+    for x in ("NaN", "Infinity", "-Infinity", None, {})
+]
 
 
 @pytest.mark.parametrize("odd", ODD, ids=lambda odd: str(odd["perf/step_s"])[:20])
 def test_times_that_are_none(odd: dict[str, Any], tmp_path: Path) -> None:
     """A damaged log: one sentence. A step that lasts for ever was simulated for ever."""
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"type": "step", "step": i} | odd) + "\n" for i in range(1, 6)))
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps({"type": "step", "step": i} | odd) + "\n" for i in range(1, 6))
+    )
     with pytest.raises(DataError, match="which can't be|in which answers were drawn"):
         overlap_table(tmp_path, 2)

@@ -338,16 +338,24 @@ def test_numbers_of_a_broken_model_are_an_error(made: Path) -> None:
         run.stop()
 
 
-LONG: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "array", "items": {"type": "string"}, "minItems": 200}}}
+LONG: dict[str, Any] = {
+    "type": "json_schema",
+    "json_schema": {"name": "x", "schema": {"type": "array", "items": {"type": "string"}, "minItems": 200}},
+}
 LEFT: list[tuple[str, dict[str, Any]]] = [
     ("/v1/score", {"prompt": "An owl", "answers": ["lives in the forest"] * 60}),
     ("/v1/embeddings", {"input": ["An owl"] * 60}),
-    *(("/v1/chat/completions", {"messages": ASK, "response_format": LONG, "max_tokens": 900, "n": 2, "stream": x}) for x in (False, True)),
+    *(
+        ("/v1/chat/completions", {"messages": ASK, "response_format": LONG, "max_tokens": 900, "n": 2, "stream": x})
+        for x in (False, True)
+    ),
 ]
 
 
 @pytest.mark.parametrize(("path", "body"), LEFT, ids=["score", "embeddings", "form", "streamed form"])
-def test_what_is_waited_for_no_more_is_not_computed(path: str, body: dict[str, Any], chat: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_waited_for_no_more_is_not_computed(
+    path: str, body: dict[str, Any], chat: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A client that goes away: what is being computed is ended, nothing of the rest begins, and places are given back."""
     begun, calls = threading.Event(), list[str]()
 

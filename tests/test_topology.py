@@ -171,7 +171,17 @@ def test_prediction_against_a_measured_peak() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    ["flops: 0", "flops: .inf", "flops: .nan", "flops: 1.0e+300", "flops: fast", "flops: true", "links: 3.0e+9", "flops: -1.0e+12", "products: 1.5"],
+    [
+        "flops: 0",
+        "flops: .inf",
+        "flops: .nan",
+        "flops: 1.0e+300",
+        "flops: fast",
+        "flops: true",
+        "links: 3.0e+9",
+        "flops: -1.0e+12",
+        "products: 1.5",
+    ],
 )
 def test_a_machine_of_ones_own(wrong: str, tmp_path: Path) -> None:
     """Rates from a file are taken; a rate that is none is named, with what a machine has."""
@@ -186,8 +196,28 @@ def test_a_machine_of_ones_own(wrong: str, tmp_path: Path) -> None:
         named_gpu(str(path))
 
 
-ABSURD = ["--memory 0", "--memory -5", "--memory nan", "--memory inf", "--host -1", "--host nan", "--price -1", "--price nan", "--price inf"]
-ABSURD += ["--hours 0", "--hours nan", "--hours 1e9", "--gpus 0", "--gpus -1", "--gpus 1.5", "--on h1000", "--on ''", "--memory 80GB"]
+ABSURD = [
+    "--memory 0",
+    "--memory -5",
+    "--memory nan",
+    "--memory inf",
+    "--host -1",
+    "--host nan",
+    "--price -1",
+    "--price nan",
+    "--price inf",
+]
+ABSURD += [
+    "--hours 0",
+    "--hours nan",
+    "--hours 1e9",
+    "--gpus 0",
+    "--gpus -1",
+    "--gpus 1.5",
+    "--on h1000",
+    "--on ''",
+    "--memory 80GB",
+]
 
 
 @pytest.mark.parametrize("words", ABSURD)

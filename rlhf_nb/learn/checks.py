@@ -189,8 +189,8 @@ def _progress() -> tuple[dict[str, dict[str, Any]], bool]:
         return {}, True
     except (OSError, ValueError):
         return {}, False
-    whole = lambda v: isinstance(v, dict) and {"kind", "code"} <= v.keys() and all(type(x) is str for x in v.values())
-    good = {k: v for k, v in told.items() if whole(v)} if isinstance(told, dict) else {}
+    entries = {k: v for k, v in told.items() if isinstance(v, dict)} if isinstance(told, dict) else {}
+    good = {k: v for k, v in entries.items() if {"kind", "code"} <= v.keys() and {type(x) for x in v.values()} == {str}}
     return good, good == told
 
 

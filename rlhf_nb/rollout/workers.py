@@ -206,8 +206,8 @@ def worker_process(conn: Any, memory: _Memory) -> None:
             except Exception as e:
                 at = traceback.extract_tb(e.__traceback__)[-1]
                 said = RewardError(f"{type(e).__name__}: {e} (in a worker, {at.filename}:{at.lineno})")
-                own = isinstance(e, RlhfError) and type(e).__module__.startswith("rlhf_nb.")
-                answer = pickle.dumps(e if own else said)
+                ours = isinstance(e, RlhfError) and type(e).__module__.startswith("rlhf_nb.")
+                answer = pickle.dumps(e if ours else said)
             conn.send_bytes(answer)
 
 # %% ../../nbs/rollout/workers.ipynb #5e73000d
@@ -356,9 +356,8 @@ class Workers:
                     how = f"could not be started: {e}" if process is None else f"with exit code {_end(process)}"
                     if tries == _TRIES:
                         said = f"a worker ended {tries} times over the same prompts, the last time {how}"
-                        job.answer.set_exception(
-                            RewardError(f"{said}: too little memory, a limit of processes, or a tool that ends its own.")
-                        )
+                        why = "too little memory, a limit of processes, or a tool that ends its own"
+                        job.answer.set_exception(RewardError(f"{said}: {why}."))
                 except Exception as e:  # it could not be started, or its answer can't be read
                     job.answer.set_exception(e)
             crew.busy += time.monotonic() - crew.since.pop(k)

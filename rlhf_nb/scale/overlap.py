@@ -54,10 +54,11 @@ def step_times(folder: str | Path, skip: int = 2) -> StepTimes:
     rewards = mean("rewards_s") if any("perf/rewards_s" in e for e in events) else mean("collect_s") - here
     learn = mean("step_s") - here - (waited if waited else rewards)
     draw = mean("workers_cpu_s") or here - waits
-    if not (all(0 <= x < 1e9 for x in (draw, waits)) and abs(rewards) < 1e9 and abs(learn) < 1e9 and here + learn > 1e-6):
+    sound = 0 <= min(draw, waits) and max(draw, waits, abs(rewards), abs(learn)) < 1e9 and here + learn > 1e-6
+    if not sound or any(map(math.isnan, (draw, waits, rewards, learn))):
         raise DataError(
-            f"the steps of {folder} took {here:g} s for drawing, {rewards:g} for rewards and {learn:g} for the rest, on "
-            "average, which can't be: its metrics.jsonl is damaged, or no run wrote it."
+            f"the steps of {folder} took {here:g} s for drawing, {rewards:g} for rewards and {learn:g} for the rest, "
+            "on average, which can't be: its metrics.jsonl is damaged, or no run wrote it."
         )
     return StepTimes(draw, waits, max(0.0, rewards), max(0.0, learn))
 
