@@ -58,12 +58,12 @@ def _told(runs: Runs, path: str) -> tuple[str, str] | None:
         try:
             window = (float(first("from")), float(first("to"))) if "from" in asked else None
             step = int(float(first("step"))) if "step" in asked else None
-            found = runs.compare(
-                *asked.get("run", [])[:40], by=first("by", "step"), pooled=first("pooled") != "0", window=window
-            )
-            told = found.data(step)
-        except (RunError, ValueError, OverflowError):
+        except (ValueError, OverflowError):
             return None
+        found = runs.compare(
+            *asked.get("run", [])[:40], by=first("by", "step"), pooled=first("pooled") != "0", window=window
+        )
+        told = found.data(step)
     else:
         return None
     return "application/json", json.dumps(told, allow_nan=False)

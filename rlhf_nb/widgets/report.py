@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..run.callbacks import short_number
-from ..core import RunError, printable
+from ..core import RlhfError, RunError, printable
 from .charts import Panel, line_chart, to_png
 from ..run.health import health_of
 from .html import escape, table_html
@@ -360,17 +360,24 @@ def listen(
 
         def do_GET(self) -> None:
             asked = re.sub(r":\d*$", "", self.headers.get("Host", "")).lower()
-            with lock:
-                found = answer(self.path) if asked in near or host not in (*near, "::1") else None
-            kind, text = found or ("text/plain; charset=utf-8", f"only {what} of this machine are served here\n")
+            code, kind, text = 404, "text/plain; charset=utf-8", f"only {what} of this machine are served here\n"
+            if asked in near or host not in (*near, "::1"):
+                try:
+                    with lock:
+                        found = answer(self.path)
+                    code, (kind, text) = (200, found) if found else (404, (kind, "there is nothing at this address\n"))
+                except Exception as error:  # a folder of runs may hold anything
+                    known = isinstance(error, RlhfError)
+                    code, text = (404, str(error)) if known else (500, printable(f"{type(error).__name__}: {error}"))
             body = text.encode("utf-8", "replace")
-            self.send_response(200 if found else 404)
+            self.send_response(code)
             more = {"Content-Security-Policy": rule, "X-Content-Type-Options": "nosniff"}
             more |= {"Referrer-Policy": "no-referrer", "Cache-Control": "no-store", "Content-Length": str(len(body))}
             for name, value in {"Content-Type": kind, **more}.items():
                 self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(body)
+            with suppress(ConnectionError):  # who asked has gone away
+                self.end_headers()
+                self.wfile.write(body)
 
         def log_message(self, format: str, *args: Any) -> None:
             """Say nothing."""
