@@ -439,7 +439,7 @@ def learn_command(
     words: list[str] = typer.Argument(None, metavar="[quiz N [LETTERS] | submit NAME | grade FOLDER]"),
     debug: bool = Debug,
 ) -> None:
-    """How far you are in the course; or take a quiz, hand in what you solved, or run a folder of such files again."""
+    """How far you are in the course; or take a quiz, hand in your answers, or run a folder of such files again."""
     with told(debug):
         import rlhf_nb.learn as course
 
@@ -483,10 +483,10 @@ def _overlap(folder: str | None) -> None:
 def plan_command(
     kind: str = MethodName, overrides: list[str] = Overrides, config: str = ConfigFile, toy: bool = Toy,
     gpus: list[int] = typer.Option([1, 8, 512, 10_000], "--gpus", min=1, help="how many; may be given several times"),
-    memory: float = typer.Option(None, help="GiB of each GPU; default: the kind's, or 80"),
-    host: float = typer.Option(None, help="GiB of main memory for each GPU, for offloading; default: enough"),
+    memory: float = typer.Option(None, help="GiB of each GPU; default: the kind's, or 80", min=0.1, max=1e6),
+    host: float = typer.Option(None, help="GiB of main memory for each GPU; default: enough", min=0, max=1e6),
     on: str = typer.Option(None, help="kind of GPU, for seconds a step: t4 to b200, or a YAML file of its rates"),
-    price: float = typer.Option(None, help="of a GPU's hour; needs --on", min=0),
+    price: float = typer.Option(None, help="of a GPU's hour; needs --on", min=0, max=1e6),
     hours: float = typer.Option(None, help="that a run lasts: failures are simulated; needs --on", min=0.1, max=1e5),
     rollouts: str = typer.Option(None, callback=_overlap, is_eager=True, help="a run: which lag and workers would pay"),
     debug: bool = Debug,

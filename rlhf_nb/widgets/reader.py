@@ -33,6 +33,9 @@ __all__ = ['Floats', 'Keys', 'Series', 'parse_lines', 'columns', 'columns_at_onc
            'SampleIndex', 'RunReader', 'open_runs']
 
 # %% ../../nbs/widgets/reader.ipynb #dbf649bd
+_MOST = 1e100  # beyond are NaN, infinity, and numbers whose squares and differences overflow
+
+
 class Series:
     """One metric: at most `limit` points, with every bucket's minimum, maximum and mean, and the last value exactly.
 
@@ -49,7 +52,7 @@ class Series:
         self._waiting = 0
 
     def extend(self, steps: Floats, values: Floats) -> None:
-        """Take in values (NaN and Inf are counted, and left out of the curve)."""
+        """Take in values (NaN, and what no fp32 number reaches, are counted, and left out of the curve)."""
         if not len(values):
             return
         self.count += len(values)
@@ -66,7 +69,7 @@ class Series:
             return
         s, v = (np.concatenate(x) for x in zip(*self._new))
         self._new, self._waiting = [], 0
-        good = np.isfinite(v)
+        good = np.abs(v) < _MOST
         if not good.all():
             s, v, self.nonfinite = s[good], v[good], self.nonfinite + int(len(v) - good.sum())
         starts = np.concatenate([self._rows[0], s])
@@ -94,7 +97,7 @@ class Series:
         keep = np.ones(len(s), dtype=bool)
         keep[1::2] = s[1::2] != s[::2]
         s, v = s[keep], v[keep]
-        if self.last is not None and math.isfinite(self.last[1]) and (not len(s) or s[-1] < self.last[0]):
+        if self.last is not None and abs(self.last[1]) < _MOST and (not len(s) or s[-1] < self.last[0]):
             s, v = np.append(s, self.last[0]), np.append(v, self.last[1])
         return s, v
 

@@ -238,8 +238,11 @@ def answers_compared(readers: Sequence[RunReader], step: int | None = None, most
     """
     newest: dict[str, list[dict[str, Any] | None]] = {}
     for i, reader in enumerate(readers):
-        until = None if step is None else max((s for s in reader.sample_steps if s <= step), default=-1)
-        for row in map(answer_row, reader.samples(until, last=400)):
+        rows = list[dict[str, Any]]()
+        with suppress(OSError):  # a directory, a link out of the folder
+            until = None if step is None else max((s for s in reader.sample_steps if s <= step), default=-1)
+            rows = reader.samples(until, last=400)
+        for row in map(answer_row, rows):
             told = {
                 "answer": printable(row["answer"]),
                 "score": printable(row["score"]),
@@ -325,7 +328,7 @@ def _standing(reader: Any) -> dict[str, Any]:
             "lights": [],
         }
     lights: list[Any] = []
-    with suppress(ValueError, OSError):  # files of a copy may be anything
+    with suppress(ValueError, TypeError, ArithmeticError, OSError):  # files of a copy may be anything
         lights = health_of(reader)
     told = [{"name": printable(x.name), "state": x.state, "text": printable(x.text)} for x in lights]
     at = reader.status
