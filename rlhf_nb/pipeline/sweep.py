@@ -516,7 +516,9 @@ def _plan(over: Any, search: str, trials: int | None, seed: int) -> list[Candida
     empty = [] if listed else [k for k, v in over.items() if not isinstance(v, Range) and not len(v)]
     if empty or not over:
         raise ConfigError(
-            f"{empty[0]} has no values to try." if empty else "nothing to try: name a setting with several values."
+            f"{empty[0]} has no values to try."
+            if empty
+            else "nothing to try: name a setting with several values, such as kl_coef=0.05,0.1."
         )
     if search == "random":
         if trials is None or listed:
