@@ -49,7 +49,7 @@ from ..data.worlds import Row
 from ..train.watched import entries_by_name
 from ..train.stage import StageResult, lasting, read_json, run_stage, write_json
 from ..types import PromptBatch
-from ..widgets.reader import find_runs
+from ..widgets.imported import find_runs
 from ..widgets.report import report
 
 # %% auto #0
