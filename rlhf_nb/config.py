@@ -63,9 +63,9 @@ class LoraSettings(StrictConfig):
         """The start leaves the model's function and the frozen weights as they were."""
         if (start := self.init_lora_weights) not in (True, "gaussian"):
             raise ValueError(
-                f"init_lora_weights is {start!r}, and adapters here start at nothing: use true or gaussian. Starts that "
-                "change the frozen weights (pissa, olora, loftq, ...) or add to the model (false) would make another "
-                "reference of them; peft has them, and its merge_and_unload makes a plain model of the result."
+                f"init_lora_weights is {start!r}, and adapters here start at nothing: use true or gaussian. Starts "
+                "that change the frozen weights (pissa, olora, loftq, ...) or add to the model (false) would make "
+                "another reference of them; peft has them, and its merge_and_unload makes a plain model of the result."
             )
         return self
 

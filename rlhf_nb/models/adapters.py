@@ -107,8 +107,8 @@ def add_lora(model: Any, settings: LoraSettings | None = None, adapter_name: str
     _check_wholes(model, settings)
     if adapter_names(model) and moves_base(model):
         raise ModelError(
-            f"an adapter beside {adapter_names(model)[0]!r}, which took its start (pissa, olora) out of the frozen weights: "
-            "both would stand on other weights than they were made for. Merge the first one."
+            f"an adapter beside {adapter_names(model)[0]!r}, which took its start (pissa, olora) out of the frozen "
+            "weights: both would stand on other weights than they were made for. Merge the first one."
         )
     from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 
@@ -447,8 +447,8 @@ def hydra(
     names = adapter_names(policy)
     if moves_base(policy):
         raise ModelError(
-            "the policy's adapter took its start (pissa, olora) out of the frozen weights, and in a Hydra all four roles "
-            "stand on these. Merge it, or use critic=shared."
+            "the policy's adapter took its start (pissa, olora) out of the frozen weights, and in a Hydra all four "
+            "roles stand on these. Merge it, or use critic=shared."
         )
     if saved_wholes(policy) or (lora is not None and lora.modules_to_save):
         raise ModelError(

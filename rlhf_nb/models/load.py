@@ -760,8 +760,8 @@ def check_start(adapter: str, config: LoraConfig) -> None:
     """
     if str(config.init_lora_weights).startswith(("pissa", "olora")):
         raise ModelError(
-            f"adapter {adapter!r} started as {config.init_lora_weights!r}, which changed the frozen weights, and what was "
-            "taken out of them isn't known, so the adapter alone would be wrong on the model it came from. Save it "
+            f"adapter {adapter!r} started as {config.init_lora_weights!r}, which changed the frozen weights, and what "
+            "was taken out of them isn't known, so the adapter alone would be wrong on the model it came from. Save it "
             "merged (merge=True)."
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from itertools import combinations, product
 from statistics import fmean
@@ -13,14 +14,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..config import parse_overrides
 from ..core import ConfigError, derive_seed, t_quantile, t_share
 from ..evaluate.intervals import Estimate, holm, mean_interval
 
 Floats = NDArray[np.float64]
 
 # %% auto #0
-__all__ = ['Floats', 'Candidate', 'Range', 'range_of', 'name_of', 'grid', 'drawn', 'Gaps', 'compare_all', 'Standing', 'standings',
-           'seeds_needed']
+__all__ = ['Floats', 'Candidate', 'Range', 'range_of', 'name_of', 'grid', 'drawn', 'split_values', 'read_words', 'Gaps',
+           'compare_all', 'Standing', 'standings', 'seeds_needed']
 
 # %% ../../nbs/pipeline/candidates.ipynb #s6931007
 Candidate = dict[str, Any]  # dotted key -> value
@@ -107,6 +109,65 @@ def drawn(over: Mapping[str, Sequence[Any] | Range], n: int, seed: int = 0) -> l
         if row not in out:
             out.append(row)
     return out
+
+# %% ../../nbs/pipeline/candidates.ipynb #s9220007
+_RANGE = re.compile(r"(log:)?\s*([-+.\de]+)\s*\.\.\s*([-+.\de]+)")
+
+
+def split_values(text: str) -> list[str]:
+    """A text at its commas, except inside brackets and quotes."""
+    out, depth, quote = [""], 0, ""
+    for c in text:
+        if quote:
+            quote = "" if c == quote else quote
+        elif c in "'\"":
+            quote = c
+        else:
+            depth += (c in "[{(") - (c in "]})")
+        if c == "," and not quote and depth == 0:
+            out.append("")
+        else:
+            out[-1] += c
+    return out
+
+
+def _leaf(key: str, text: str) -> Any:
+    """A value as `key=value` on a command line is read."""
+    value: Any = parse_overrides([f"{key}={text}"])
+    for part in key.split("."):
+        value = value[part]
+    return value
+
+
+def read_words(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, list[Any] | Range]]:
+    """What holds for all, and what is tried.
+
+    Args:
+        words: `key=value`, `key=a,b,c` or `key=low..high`.
+
+    Raises:
+        ConfigError: no `=`, or no value between two commas.
+    """
+    fixed, over = dict[str, Any](), dict[str, list[Any] | Range]()
+    for word in words:
+        key, equals, text = word.partition("=")
+        key = key.strip().removeprefix("--")
+        if not equals or not key:
+            raise ConfigError(f"{word!r} is not of the form key=value, key=a,b,c or key=low..high.")
+        if found := _RANGE.fullmatch(text.strip()):
+            over[key] = range_of(
+                key, {"low": _leaf(key, found[2]), "high": _leaf(key, found[3]), "log": found[1] is not None}
+            )
+            continue
+        parts = split_values(text)
+        if len(parts) > 1 and not all(p.strip() for p in parts):
+            raise ConfigError(f"{word!r} has nothing between two commas, or after the last one.")
+        values = [_leaf(key, part) for part in parts]
+        if len(values) == 1:
+            fixed[key] = values[0]
+        else:
+            over[key] = values
+    return fixed, over
 
 # %% ../../nbs/pipeline/candidates.ipynb #s6931018
 class Gaps(NamedTuple):

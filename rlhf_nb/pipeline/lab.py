@@ -101,8 +101,8 @@ def overopt(run: Path, gold: str | None = None, say: Callable[[str], None] = pri
         near = suggest(gold, {k for e in read_metrics(run) for k in e}) if gold else None
         hint = f" Did you mean {near}?" if near else ""
         raise RunError(
-            f"{run} measures no gold reward ({gold or 'rewards/gold, eval/gold'}).{hint} Name one with --gold, or measure "
-            "one: watch or eval.metrics in the run's settings."
+            f"{run} measures no gold reward ({gold or 'rewards/gold, eval/gold'}).{hint} Name one with --gold, or "
+            "measure one: watch or eval.metrics in the run's settings."
         )
     kl, values = [k for k, _ in points.points], [g for _, g in points.points]
     picture = overopt_picture(kl, values, points.fit(), points.gold or "gold")

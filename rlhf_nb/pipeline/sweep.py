@@ -24,12 +24,12 @@ import torch
 from pydantic import Field
 from rich.table import Table
 
-from ..config import PathText, StrictConfig, option, parse_overrides
+from ..config import PathText, StrictConfig, option
 from ..core import ConfigError, RlhfError, RunError, did_you_mean
 from ..run.lock import RunLock
 from ..run.log import RunDir, config_changes, plain_json, read_metrics
 from rlhf_nb.pipeline.candidates import (
-    Candidate, Range, Standing, drawn, grid, name_of, range_of, seeds_needed, standings,
+    Candidate, Range, Standing, drawn, grid, name_of, range_of, read_words, seeds_needed, standings,
 )  # fmt: skip
 from ..train.registry import get, of
 from ..train.stage import JobConfig, lasting, read_json, run_stage, write_json
@@ -39,8 +39,7 @@ from ..widgets.html import shown_table
 
 # %% auto #0
 __all__ = ['METRICS', 'Search', 'is_made', 'metrics_of', 'questions_of', 'device_for', 'serve_jobs', 'nested', 'Swept',
-           'check_candidates', 'sweep', 'summary', 'split_values', 'read_words', 'SweepConfig', 'read_sweep',
-           'sweep_table', 'winners_lines']
+           'check_candidates', 'sweep', 'summary', 'SweepConfig', 'read_sweep', 'sweep_table', 'winners_lines']
 
 # %% ../../nbs/pipeline/sweep.ipynb #s6940014
 def is_made(folder: str | Path) -> bool:
@@ -587,65 +586,6 @@ def summary(made: Swept) -> dict[str, Any]:
         "runs": made.runs,
     }
     return {"format": "rlhf-nb/sweep", "version": 1, **facts, "best": made.best, "notes": made.notes, "table": rows}
-
-# %% ../../nbs/pipeline/sweep.ipynb #s9220007
-_RANGE = re.compile(r"(log:)?\s*([-+.\de]+)\s*\.\.\s*([-+.\de]+)")
-
-
-def split_values(text: str) -> list[str]:
-    """A text at its commas, except inside brackets and quotes."""
-    out, depth, quote = [""], 0, ""
-    for c in text:
-        if quote:
-            quote = "" if c == quote else quote
-        elif c in "'\"":
-            quote = c
-        else:
-            depth += (c in "[{(") - (c in "]})")
-        if c == "," and not quote and depth == 0:
-            out.append("")
-        else:
-            out[-1] += c
-    return out
-
-
-def _leaf(key: str, text: str) -> Any:
-    """A value as `key=value` on a command line is read."""
-    value: Any = parse_overrides([f"{key}={text}"])
-    for part in key.split("."):
-        value = value[part]
-    return value
-
-
-def read_words(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, list[Any] | Range]]:
-    """What holds for all, and what is tried.
-
-    Args:
-        words: `key=value`, `key=a,b,c` or `key=low..high`.
-
-    Raises:
-        ConfigError: no `=`, or no value between two commas.
-    """
-    fixed, over = dict[str, Any](), dict[str, list[Any] | Range]()
-    for word in words:
-        key, equals, text = word.partition("=")
-        key = key.strip().removeprefix("--")
-        if not equals or not key:
-            raise ConfigError(f"{word!r} is not of the form key=value, key=a,b,c or key=low..high.")
-        if found := _RANGE.fullmatch(text.strip()):
-            over[key] = range_of(
-                key, {"low": _leaf(key, found[2]), "high": _leaf(key, found[3]), "log": found[1] is not None}
-            )
-            continue
-        parts = split_values(text)
-        if len(parts) > 1 and not all(p.strip() for p in parts):
-            raise ConfigError(f"{word!r} has nothing between two commas, or after the last one.")
-        values = [_leaf(key, part) for part in parts]
-        if len(values) == 1:
-            fixed[key] = values[0]
-        else:
-            over[key] = values
-    return fixed, over
 
 # %% ../../nbs/pipeline/sweep.ipynb #s92200b1
 class SweepConfig(StrictConfig):

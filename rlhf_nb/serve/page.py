@@ -30,7 +30,8 @@ def page(feedback: bool, keys: bool) -> str:
     told = "what I write and what is answered may be kept and learnt from"
     consent = f'<label><input type="checkbox" id="consent"> {told}</label>'
     return _file("page.html").format(
-        style=STYLE, script=SCRIPT, feedback=' data-feedback="yes"' if feedback else "", hidden="" if keys else " hidden",
+        style=STYLE, script=SCRIPT, feedback=' data-feedback="yes"' if feedback else "",
+        hidden="" if keys else " hidden",
         consent=consent if feedback else '<input type="checkbox" id="consent" hidden>',
     )  # fmt: skip
 
