@@ -53,8 +53,9 @@ class LLM:
                 line = (self.model(torch.tensor([ids])).logits[0, -1] / getattr(s, "temperature", 1.0)).log_softmax(-1)
                 ids.append(int(torch.multinomial(line.exp(), 1, generator=draws)))
                 told.append({ids[-1]: Made(logprob=float(line[ids[-1]]))})
-            done = Made(token_ids=ids[len(ids) - len(told) :], logprobs=told)
-            out.append(Made(outputs=[done], prompt_token_ids=text["prompt_token_ids"], prompt_logprobs=read))
+            asked = hasattr(s, "logprobs"), hasattr(s, "prompt_logprobs")  # as the real one, it tells what it was asked
+            done = Made(token_ids=ids[len(ids) - len(told) :], logprobs=told if asked[0] else None)
+            out.append(Made(outputs=[done], prompt_token_ids=text["prompt_token_ids"], prompt_logprobs=read if asked[1] else None))
         return out
 """
 

@@ -55,7 +55,7 @@ def serve_vllm(number: int, config: str, options: dict[str, Any]) -> None:
     from pathlib import Path
 
     conn, llm, vllm = Connection(number), None, __import__("vllm")
-    logps: Any = lambda ids, found: [x[i].logprob for i, x in zip(ids, found)]
+    logps: Any = lambda ids, found: [x[i].logprob for i, x in zip(ids, found or [])]
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(config)
         while True:

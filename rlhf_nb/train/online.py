@@ -520,9 +520,10 @@ class OnlineMethod(TextMethod):
             said = self.rollouts.said(self.ticket)
         self.rewards.stats, self.rewards.steps = said.stats, said.steps
         now, before = time.monotonic(), self._taken
-        if said.seconds < 0.05 * (now - before) and self.ticket.number == self.config.rollouts.lag + 1:
+        lag = self.config.rollouts.lag
+        if lag and said.seconds < 0.05 * (now - before) and self.ticket.number == lag + 1:
             warnings.warn(
-                f"rollouts.lag is {self.config.rollouts.lag}, but the rewards of a step took {said.seconds:.2g} s of "
+                f"rollouts.lag is {lag}, but the rewards of a step took {said.seconds:.2g} s of "
                 f"its {now - before:.2g} s, so there is little to hide, and answers are learnt from that are older: "
                 "lag=0 is as fast.",
                 stacklevel=5,
