@@ -281,4 +281,4 @@ def test_lost_time_is_no_anecdote() -> None:
     """What eight GPUs lose in a month is a mean over runs: most have no failure, one in nine has one."""
     single = [1 - simulate_failures(20.0, 8, 720, save=30, seed=s).useful for s in range(200)]
     told = _lost(20.0, 8, 720, 30)
-    assert min(single) < 0.5 * told and abs(told - sum(single) / 200) < 3 * np.std(single) / 20**0.5
+    assert min(single) < 0.75 * told and abs(told - sum(single) / 200) < 3 * np.std(single) / 20**0.5
