@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import patience
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM

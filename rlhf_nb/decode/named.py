@@ -165,7 +165,7 @@ def make_decoder(config: DecoderConfig, reward: Any = None, draft: Any = None) -
     if KINDS[kind].rewarded and reward is None:
         raise ConfigError(
             f"decoder {kind} chooses by a reward, and none is named. Add --reward FOLDER of a reward model (in "
-            "settings: decoder.reward=FOLDER), or an entry such as '{file: rewards.py, fn: NAME}' or '{verify: number}'."
+            "settings: decoder.reward=FOLDER), or an entry like '{file: rewards.py, fn: NAME}' or '{verify: number}'."
         )
     makers: dict[str, Callable[[], Decoder]] = {
         "best_of_n": lambda: best_of_n(reward, c.n, inner),
