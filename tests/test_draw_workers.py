@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import random
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +90,11 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ppo", pytest.param("grpo", marks=SLOW), pytest.param("raft", marks=SLOW)])
 def test_two_workers_are_one_process(kind: str, tmp_path: Path) -> None:
     one, two = (drawn_by(kind, tmp_path / str(n), 0, n) for n in (0, 2))
-    one.fit(), two.fit()
+    own = two.method.finish_step
+    two.method.finish_step = lambda step: (time.sleep(0.2), own(step))  # rewards are a small share of a step
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "rollouts.lag is 0")  # there is none that could be of no use
+        one.fit(), two.fit()
     assert weights(one) == weights(two) and not running()
     events = [e for e in read_metrics(tmp_path / "2") if e["type"] == "step"]
     assert all(
@@ -203,6 +209,53 @@ def test_a_worker_that_keeps_dying(tmp_path: Path) -> None:
     assert not running()
 
 
+class NoPlace:
+    """A context on a machine that has no place for another process: where Python asks for it, an error of its own kind."""
+
+    def __init__(self, where: str, error: OSError) -> None:
+        self.where, self.error, self.real = where, error, forked.context()
+
+    def Pipe(self) -> Any:
+        return self.fails() if self.where == "pipe" else self.real.Pipe()
+
+    def Process(self, **how: Any) -> Any:
+        process = self.real.Process(**how)
+        if self.where == "start":
+            process.start = self.fails
+        return process
+
+    def fails(self) -> Any:
+        raise self.error
+
+
+@pytest.mark.parametrize("where", ["pipe", "start"])
+@pytest.mark.parametrize("code", [errno.EAGAIN, errno.EMFILE, errno.ENOMEM])
+def test_a_worker_that_cannot_be_started(
+    where: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollout_workers, "CONTEXT", NoPlace(where, OSError(code, os.strerror(code))))
+    parts = lambda: (torch.nn.Linear(1, 1), OurSampler(), None, None)
+    crew = rollout_workers.Workers(2, 2, parts)
+    crew.publish(0)
+    job = rollout_workers._Job(b"")
+    thread = threading.Thread(target=crew._tend, args=(0, crew.crew), daemon=True)
+    thread.start()
+    crew.crew.jobs.put(job)
+    with pytest.raises(RewardError, match=f"could not be started: .*{os.strerror(code)}"):
+        job.answer.result(30)
+    crew.close()
+    thread.join(0.01)
+
+
+def test_no_more_workers_than_prompts(tmp_path: Path) -> None:
+    t = drawn_by("raft", tmp_path, 0, 1000, steps=2)
+    seen = list[int]()
+    t.method.finish_step = lambda step: seen.append(len(running()))
+    t.fit()
+    crew = t.method.rollouts.workers
+    assert len(seen) == 2 and max(seen) <= t.config.rollout_batch_size and crew.count == 1000 and not running()
+
+
 class Refusing(OurSampler):
     """A sampler that fails in workers."""
 
@@ -213,7 +266,7 @@ class Refusing(OurSampler):
 
 
 def test_nothing_is_left_after_an_exception(tmp_path: Path) -> None:
-    with pytest.raises(RewardError, match="ZeroDivisionError: no"):
+    with pytest.raises(RewardError, match=r"ZeroDivisionError: no .in a worker, .*test_draw_workers.py:\d+"):
         drawn_by("raft", tmp_path / "a", 1, 2, Refusing()).fit()
     assert not running()
     t = drawn_by("raft", tmp_path / "b", 2, 2, Slow())

@@ -30,14 +30,13 @@ from rlhf_nb.data.templates import (
     encode_continuations,
     encode_dialogues,
 )
-from .templates import encode_prompts, is_blank, pairs_as_chat, share_prompt
+from .templates import encode_prompts, family_templates, is_blank, pairs_as_chat, share_prompt
 from ..types import Completions, PreferenceBatch, PromptBatch
 
 # %% auto #0
 __all__ = ['PERCENTILES', 'row_key', 'deduplicate', 'asked', 'hold_out', 'truncate', 'row_lengths', 'LengthReport', 'cut_example',
-           'length_report', 'filter_lengths', 'tokenize_sft', 'tokenize_preferences', 'tokenize_prompts',
-           'collate_completions', 'collate_preferences', 'collate_prompts', 'prompt_batch', 'MemorySource',
-           'shuffle_buffer', 'StreamSource']
+           'length_report', 'tokenize_sft', 'tokenize_preferences', 'tokenize_prompts', 'collate_completions',
+           'collate_preferences', 'collate_prompts', 'prompt_batch', 'MemorySource', 'shuffle_buffer', 'StreamSource']
 
 # %% ../../nbs/data/sources.ipynb #2dd78153
 _KNOWN = {c for names in COLUMNS.values() for c in names} | {"tools"}
@@ -258,39 +257,6 @@ def length_report(
         _warn_cut(report, 4)
     return report
 
-# %% ../../nbs/data/sources.ipynb #072bb3fb
-def filter_lengths(
-    rows: Sequence[Row],
-    max_length: int | None = None,
-    max_prompt_length: int | None = None,
-    min_completion: int = 0,
-    warn: bool = True,
-) -> list[Row]:
-    """Tokenized rows that fit without being cut.
-
-    Args:
-        rows: from one of the `tokenize_*` functions.
-        max_length: most tokens of prompt and completion together.
-        max_prompt_length: most tokens of the prompt.
-        min_completion: fewest tokens of the (longest) completion.
-        warn: say how many were dropped.
-
-    Raises:
-        DataError: nothing is left.
-    """
-
-    def fits(row: Row) -> bool:
-        p, c = row_lengths(row)
-        return p <= (max_prompt_length or p) and p + c <= (max_length or p + c) and c >= min_completion
-
-    kept = [r for r in rows if fits(r)]
-    limits = f"max_length={max_length}, max_prompt_length={max_prompt_length}, min_completion={min_completion}"
-    if rows and not kept:
-        raise DataError(f"None of {len(rows)} rows fits {limits}; raise the limits (length_report shows the lengths).")
-    if warn and len(kept) < len(rows):
-        _warn(f"{len(rows) - len(kept)} of {len(rows)} rows don't fit {limits} and are dropped.")
-    return kept
-
 # %% ../../nbs/data/sources.ipynb #b96cb7c1
 def _tell(out: list[Row], lost: Counter[str], total: int, limits: tuple[int | None, int | None], tok: Any) -> None:
     """One warning for all rows that were dropped, one if limits cut many, one for words that the tokenizer doesn't
@@ -364,6 +330,21 @@ def _say_plain(prompts: Sequence[Text], tok: Any, chat: bool | None, warn: bool)
         "later"
     )
     warnings.warn(f"{which}: {how}.", DataNote, stacklevel=4)
+
+
+def _say_split(rows: list[int], tok: Any) -> None:
+    """Tell once of dialogues that became several rows, and of a template that makes one of each."""
+    split = [n for n in rows if n > 1]
+    names = family_templates(tok) if split else []
+    if split:
+        warnings.warn(
+            f"{len(split)} of {len(rows)} dialogues became {sum(split)} rows, one for each answer: the chat template "
+            "writes earlier turns in another way once the dialogue goes on, and each answer is learnt behind what the "
+            "model sees then."
+            + "".join(f" model.chat_template={n} keeps all turns as said, in training and afterwards." for n in names),
+            DataNote,
+            stacklevel=3,
+        )
 
 
 def _sft_tokens(rows: list[Row], tok: Any, completion_only: bool, chat: bool | None) -> list[list[Answered]]:
@@ -465,6 +446,8 @@ def tokenize_sft(
         _warn_spelled([t for r in normal for t in _talks(r, tok, chat)], tok)
     whole = turns if completion_only else "all"
     found = [counted_turns(t, whole, f"row {i}") for i, t in enumerate(_sft_tokens(normal, tok, completion_only, chat))]
+    if warn:
+        _say_split([len(t) for t in found], tok)
     for prompt, completion, mask in chain.from_iterable(found):
         head, (tail,) = truncate(prompt, [completion], max_length, max_prompt_length, tok.bos_token_id)
         if not any(mask[: len(tail)]):

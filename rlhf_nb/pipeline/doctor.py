@@ -27,7 +27,7 @@ from ..config import DataConfig, ModelConfig, TrainConfig
 from ..core import ConfigError, DataError, Precision, RlhfError, decide_precision, printable, probe_gpu
 from ..core import read_interval
 from ..data.formats import DataWarning, prompt_text
-from ..data.templates import as_chat, speaks_chat
+from ..data.templates import as_chat, speaks_chat, template_of
 from rlhf_nb.data.sources import (
     LengthReport, deduplicate, length_report, row_lengths,
 )  # fmt: skip
@@ -488,7 +488,7 @@ def cost_here(config: Any) -> list[str]:
 
 def plan_for(
     config: Any, gpus: Sequence[int], on: str | None, memory: float | None, host: float | None, settings: str,
-    price: float | None = None, hours: float | None = None,
+    price: float | None = None,
 ) -> str:  # fmt: skip
     """What fits on GPUs and how long a step takes there (`scale.predict.plan_report`), for the model of a config.
 
@@ -500,16 +500,15 @@ def plan_for(
         host: as in `scale.plan.plan`.
         settings: of the commands.
         price: of a GPU's hour.
-        hours: that a run lasts.
 
     Raises:
-        ConfigError: a price or hours without a kind of GPU, or no such kind.
+        ConfigError: a price without a kind of GPU, or no such kind.
         ModelError: there is no such model.
     """
     from transformers import AutoConfig
 
-    if on is None and (price is not None or hours is not None):
-        raise ConfigError("--price and --hours need seconds of a step, and these the kind of GPU: add --on h100, say.")
+    if on is None and price is not None:
+        raise ConfigError("--price needs seconds of a step, and these the kind of GPU: add --on h100, say.")
     half = torch.bfloat16
     job = job_of(config, Precision(torch.device("cuda"), half, torch.float32, half, False, "a GPU with bf16"))
     world = model_world(named(config.model))
@@ -517,7 +516,8 @@ def plan_for(
     model = world.model().config if world and world.model else place
     shape = decoder_shape(pretrained(AutoConfig, place) if place.endswith(".gguf") else model)
     inner = getattr(config, "num_inner_epochs", 1)
-    return plan_report(shape, job, gpus, named_gpu(on) if on else None, memory, host, settings, price, hours, inner)
+    gpu = None if on is None else named_gpu(on)
+    return plan_report(shape, job, gpus, gpu, memory, host, settings, price, inner)
 
 
 def usual_lengths(rows: list[Row], tokenizer: Any, config: Any) -> tuple[int, int]:
@@ -586,11 +586,7 @@ def check_prices(config: Any) -> list[Finding]:
         why = "the critic learns nothing, so advantages are its first guesses"
         out.append(Finding("warning", "vf_coef is 0", why, "vf_coef=0.1, the default, or grpo, which needs no critic"))
     learnt = [e for e in config.rewards if (e.model or e.classifier or e.process or e.url) and e.weight]
-    if (
-        config.has("kl_coef")
-        and config.kl_coef == 0
-        and (learnt or config.reward not in (None, "check", "gold", "proxy"))
-    ):
+    if config.has("kl_coef") and config.kl_coef == 0 and (learnt or config.reward not in (None, "check", "gold")):
         why = (
             "a reward that was learnt is right near its data only: without a price of drift its mistakes are maximised"
         )
@@ -728,7 +724,7 @@ def load_start(model: ModelConfig) -> StageStart:
     if kind == "adapter":
         where = find_model(base_of_adapter(where))[1]
     if model.chat_template is not None:
-        tokenizer.chat_template = model.chat_template
+        tokenizer.chat_template = template_of(model.chat_template)
     return StageStart(tokenizer, pretrained(AutoConfig, where, **options))
 
 # %% ../../nbs/pipeline/doctor.ipynb #3768c6ee
@@ -801,7 +797,7 @@ def examine(config: Any, start: StageStart | None = None) -> list[Finding]:
             ensure_pad(start.tokenizer)
             with _found(out, "the data can't be tokenized"):
                 out += check_data(rows, start.tokenizer, config, method.rows, window)
-                out += check_judgements(rows, method.rows) + check_distance(config, start, rows)
+                out += check_judgements(rows, method.rows)
     with _found(out, "training can't start"):
         found, precision = check_precision(config, 0 if start is None else decoder_shape(start.model_config).total)
         out += found + (check_threads() if precision.device.type == "cpu" else [])
@@ -810,7 +806,7 @@ def examine(config: Any, start: StageStart | None = None) -> list[Finding]:
             need = estimate_memory(start.model_config, config, precision)
             out += check_memory(need, free_bytes(precision.device))
             if not any(f.level == "error" for f in out):
-                out += check_cost(config, start, rows, precision)
+                out += check_distance(config, start, rows) + check_cost(config, start, rows, precision)
     out += check_saving(config)
     if method.online:
         out += check_sampling(config) + check_prices(config)

@@ -124,8 +124,6 @@ class DPO(OfflineMethod):
 
     reference_columns = {"ref_chosen_logps": "chosen_ids", "ref_rejected_logps": "rejected_ids"}
 
-    token_settings = ()  # that `tokenize` reads, besides data
-
     def __init__(self, model: Any, tokenizer: Any, config: DPOConfig, reference: Reference | None = None) -> None:
         super().__init__(model, tokenizer, config, reference)
         entries, usual = config.entries, sum(config.losses[n] * e.nll for n, e in config.entries.items())
@@ -170,7 +168,7 @@ class DPO(OfflineMethod):
 
     def denominators(self, mini: ReferencedPairs) -> dict[str, Tensor]:
         """Preferences are averaged over pairs, the anchor over tokens of chosen answers."""
-        return {"preference": torch.tensor(len(mini), device=mini.chosen_lens.device), "nll": mini.chosen_mask.sum()}
+        return {"preference": torch.full((), len(mini), device=mini.chosen_lens.device), "nll": mini.chosen_mask.sum()}
 
     def micro_batches(self, mini: ReferencedPairs) -> list[ReferencedPairs]:
         """One forward each: pairs of similar length, within the token budget;

@@ -155,8 +155,6 @@ class KTO(OfflineMethod):
 
     reference_columns = {"ref_logps": "completion_ids", "ref_other_logps": "other_ids"}
 
-    token_settings = ("loss", "seed")  # that `tokenize` reads, besides data
-
     def __init__(self, model: Any, tokenizer: Any, config: KTOConfig, reference: Reference | None = None) -> None:
         super().__init__(model, tokenizer, config, reference)
         usual = 0.99 if config.loss == "bco" else 0.0
@@ -218,7 +216,7 @@ class KTO(OfflineMethod):
         """Each answer's loss around the baseline."""
         cfg, ref = self.config, micro.ref_logps
         assert ref is not None
-        baseline = torch.tensor([self.baseline.value], device=ref.device)
+        baseline = torch.full((1,), self.baseline.value, device=ref.device)
         baseline = mismatched_kl(baseline) if cfg.loss == "kto" else baseline
         loss = unpaired_loss(
             self.module(micro.plain().trim()).logps.sum(1), ref, micro.label, cfg.loss, baseline=baseline,
