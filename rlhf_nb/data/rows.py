@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from ..config import DataConfig
 from ..core import ConfigError, DataError, derive_seed
-from .cache import files_digest
+from .hub import files_digest
 from .convert import to_unpaired
 from .formats import DataWarning, format_of, renamed, to_rows
 from .mix import apportion
