@@ -84,7 +84,9 @@ def test_a_pipeline_ends_with_a_question_of_its_world(tmp_path: Path, capsys: py
     """What to type next is said of the last run as its own end says it: by its data and the model it began with."""
     save_model(toy.build_model(0, "tiny"), TOK, tmp_path / "ppo" / "model")
     (tmp_path / "ppo" / "config.yaml").write_text("model: {name_or_path: runs/sft/model}\ndata: {path: toy}\n")
-    show_results({"samples": [], "policies": {"ppo": {"gold": 1.0, "gold_std": 0.1, "length": 3.0}}, "stages": {}}, tmp_path)
+    show_results(
+        {"samples": [], "policies": {"ppo": {"gold": 1.0, "gold_std": 0.1, "length": 3.0}}, "stages": {}}, tmp_path
+    )
     assert f"sample {tmp_path}/ppo/model 'Visitor:" in capsys.readouterr().out
 
 
