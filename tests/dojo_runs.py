@@ -28,7 +28,7 @@ import yaml
 
 from rlhf_nb import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer, SFTConfig, SFTTrainer
 from rlhf_nb.data import toy
-from rlhf_nb.learn.dojo import Bug, bugs, place_of
+from rlhf_nb.learn.dojo import Bug, bugs, function_at
 from rlhf_nb.learn.world import LessonWorld
 from rlhf_nb.pipeline.doctor import doctor
 from rlhf_nb.run.health import lights_of
@@ -44,7 +44,7 @@ def planted(entry: dict[str, Any]) -> Iterator[None]:
     if "where" not in entry:
         yield
         return
-    module, f = place_of(entry["where"])
+    module, f = function_at(entry["where"])
     text = textwrap.dedent(inspect.getsource(f))
     text = text[text.index("def ") :].replace(entry["old"], entry["new"])
     space: dict[str, Any] = {}

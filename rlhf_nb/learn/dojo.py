@@ -17,7 +17,7 @@ from .checks import CheckResult, _keep, progress
 from ..strict import table_of
 
 # %% auto #0
-__all__ = ['Bug', 'place_of', 'bugs', 'find_bug']
+__all__ = ['Bug', 'function_at', 'bugs', 'find_bug']
 
 # %% ../../nbs/learn/dojo.ipynb #d0300006
 class Bug(NamedTuple):
@@ -29,7 +29,7 @@ class Bug(NamedTuple):
     entry: dict[str, Any]  # of the table: who names it, why it is wrong, and how it is planted
 
 
-def place_of(where: str) -> tuple[Any, Callable[..., Any]]:
+def function_at(where: str) -> tuple[Any, Callable[..., Any]]:
     """Module and plain function of a place such as `losses.kl.kl_estimate` or `train.ppo.PPO.loss`."""
     parts, root = where.split("."), Path(str(resources.files("rlhf_nb")))
     n = max(n for n in range(len(parts)) if root.joinpath(*parts[:n]).with_suffix(".py").exists())
@@ -55,7 +55,7 @@ def _bug(entry: dict[str, Any]) -> Bug:
             range(entry["line"], entry["line"] + 1),
             entry,
         )
-    text = textwrap.dedent(inspect.getsource(place_of(entry["where"])[1]))
+    text = textwrap.dedent(inspect.getsource(function_at(entry["where"])[1]))
     first = text[: text.index(entry["old"])].count("\n") + 1
     wrong = range(first, first + entry["new"].rstrip("\n").count("\n") + 1)
     return Bug(f"rlhf_nb.{entry['where']}", text.replace(entry["old"], entry["new"]), wrong, entry)
@@ -80,7 +80,8 @@ def find_bug(number: int | None = None, line: int | None = None) -> str:
     bug = every[number - 1]
     if line is None:
         numbered = "\n".join(f"{i:3} {row}" for i, row in enumerate(bug.text.rstrip("\n").splitlines(), 1))
-        return f"Bug {number}, {bug.about} ({score}):\n\n{numbered}\n\nWhich line is wrong? rlhf-nb learn dojo {number} LINE"
+        asked = f"Which line is wrong? rlhf-nb learn dojo {number} LINE"
+        return f"Bug {number}, {bug.about} ({score}):\n\n{numbered}\n\n{asked}"
     right = line in bug.wrong
     _keep(f"bug_{number}", CheckResult("right" if right else "wrong", ""), line)
     if not right:

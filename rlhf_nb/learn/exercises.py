@@ -96,8 +96,8 @@ def course_command(words: Sequence[str]) -> str:
     """What `rlhf-nb learn` says.
 
     Args:
-        words: none: how far you are; `quiz N`, with your letters or without; `dojo`, with a bug's number and your line or
-            without; `submit NAME`; `grade FOLDER`.
+        words: none: how far you are; `quiz N`, with your letters or without; `dojo`, with a bug's number
+            and your line or without; `submit NAME`; `grade FOLDER`.
 
     Raises:
         ConfigError: other words.

@@ -683,9 +683,18 @@ add_exercise(
     _unpaired,
     lambda old, new: _sign_test(len(old) - sum(new), sum(new)),
 )  # fmt: skip
+
+
+def _of_all_rows(rows: list[tuple[str, bool]]) -> list[float]:
+    """Both halves, each divided by all rows."""
+    share = statistics.fmean(should == "answer" for should, _ in rows)
+    first, second = _both_halves(rows)
+    return [first * share, second * (1 - share)]
+
+
 add_exercise(
     "over_refusal", _refusals, _both_halves,
-    lambda rows: [x * sum((s == "answer") is k for s, _ in rows) / len(rows) for k, x in zip((True, False), _both_halves(rows))],
+    _of_all_rows,
     lambda rows: [_both_halves(rows)[0], 1 - _both_halves(rows)[1]],
     lambda rows: _both_halves(rows)[::-1],
 )  # fmt: skip
