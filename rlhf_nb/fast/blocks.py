@@ -12,22 +12,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .attention import Branches, Flat, AttentionShape, branch_attention, row_attention
+from .kernels import fused
 from .linear import Projection, gated_silu, rms_norm, rotary_table, rotate
 
 # %% auto #0
 __all__ = ['Make', 'Layer', 'attention_shape', 'Blocks', 'decode_states']
 
 # %% ../../nbs/fast/blocks.ipynb #2f84f3a9
-def _norm(module: nn.Module, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    "The norm as one functional call (of float32 states), or the module itself."
+def _norm(module: nn.Module, dtype: torch.dtype, rounded: bool = True) -> Callable[[Tensor], Tensor]:
+    "The norm as one functional call (of float32 states; on a GPU with kernels of any), or the module itself."
     m: Any = module
-    if (
-        dtype in (torch.float32, torch.bfloat16)
-        and m.weight.dtype == torch.float32
-        and type(module).__name__.endswith("RMSNorm")
-        and "forward" not in module.__dict__
-    ):
-        return lambda x: rms_norm(x, m.weight, m.variance_epsilon)
+    if type(module).__name__.endswith("RMSNorm") and "forward" not in module.__dict__:
+        wide = dtype in (torch.float32, torch.bfloat16) and m.weight.dtype == torch.float32
+        if wide or fused(m.weight.device):
+            return lambda x: rms_norm(x, m.weight, m.variance_epsilon, rounded)
     return module
 
 
@@ -59,7 +57,8 @@ class Layer:
     def mlp(self, x: Tensor) -> Tensor:
         "x plus the feed-forward block of x."
         h = self.up.parts(self.norm2(x))
-        if self.gated and type(self.act).__name__ in ("SiLU", "SiLUActivation") and h[0].device.type == "cpu":
+        ours = h[0].device.type == "cpu" or fused(h[0].device)
+        if ours and self.gated and type(self.act).__name__ in ("SiLU", "SiLUActivation"):
             return self.down.add_to(x, gated_silu(h[0], h[1]))
         return self.down.add_to(x, self.act(h[0]) * h[1] if self.gated else self.act(h[0]))
 
@@ -127,7 +126,7 @@ class Blocks:
             _gpt2_layer(block, make) if self.learned_positions else _llama_layer(block, make, dtype)
             for block in self.modules
         ]
-        self.norm = _norm(b.ln_f if self.learned_positions else b.norm, dtype)
+        self.norm = _norm(b.ln_f if self.learned_positions else b.norm, dtype, False)  # heads may want all its digits
 
     def embed(self, ids: Tensor, positions: Tensor, sparse: bool = False) -> Tensor:
         """[M, H]: what enters the first block; a sparse gradient saves a matrix where the head adds a dense one

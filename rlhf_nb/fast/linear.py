@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from . import kernels
 from .support import enabled
 from .workers import HUGE
 
@@ -49,16 +50,21 @@ class _RMSNorm(torch.autograd.Function):
         return (g * w).addcmul_(xhat, mean).mul_(r), dw, None
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, rounded: bool = False) -> Tensor:
     """Root-mean-square normalisation over the last dimension.
 
     Args:
         x: [..., H].
         weight: [H], one factor per feature.
         eps: added to the mean square.
+        rounded: the result only enters products, so that it may be in autocast's number format already; ours for GPUs
+            does it (`fast.kernels`).
 
     Source: Zhang & Sennrich, arXiv 1910.07467.
     """
+    if kernels.fused(x.device):
+        cast = rounded and torch.is_autocast_enabled(x.device.type)
+        return kernels.norm(x, weight, eps, torch.get_autocast_dtype(x.device.type) if cast else x.dtype)
     if x.device.type != "cpu":  # elsewhere PyTorch has a kernel of its own
         return F.rms_norm(x, weight.shape, weight, eps)
     if not torch.is_grad_enabled():
@@ -90,6 +96,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Source: Su et al., arXiv 2104.09864, in the half-split layout of Llama.
     """
+    if kernels.fused(x.device):
+        return kernels.turn(x, cos, sin)
     return _Rotate.apply(x, cos, sin)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -283,6 +291,8 @@ def gated_silu(a: Tensor, b: Tensor) -> Tensor:
     Args:
         a, b: of one shape and number format.
     """
+    if kernels.fused(a.device):
+        return kernels.gate(a, b)
     if not torch.is_grad_enabled():
         return F.silu(a).mul_(b)
     return _GatedSilu.apply(a, b)  # type: ignore[no-any-return, no-untyped-call]
@@ -366,8 +376,17 @@ class Projection:
             return rounded_products(x, self.modules) or [m(x) for m in self.modules]
         return [self(x)] if len(self.modules) == 1 else list(torch.split(self(x), self.sizes, -1))
 
+    def widens(self, residual: Tensor, x: Tensor) -> bool:
+        "Whether a GPU can add the product of half-precision numbers to a float32 residual, in place, for sampling."
+        halves = self.weight is not None and self.bias is None and x.dtype == self.dtype and x.dtype.itemsize == 2
+        there = x.is_cuda and residual.dtype == torch.float32 and hasattr(torch.ops.aten.addmm, "dtype_out")
+        return halves and there and not torch.is_grad_enabled() and enabled()
+
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        "residual + projection of x, in one kernel where dtypes allow it."
+        "residual + projection of x, in one kernel where dtypes allow it; a sampler's residual may be overwritten."
+        if self.widens(residual, x):  # one product into float32, and nothing beside it
+            add: Any = torch.ops.aten.addmm.dtype_out
+            return add(residual, x, self.weight.t(), torch.float32, out=residual)  # type: ignore[union-attr, no-any-return]
         if self.weight is None or residual.dtype != self.dtype or x.dtype != self.dtype:
             return residual + self(x)
         if self.packed:

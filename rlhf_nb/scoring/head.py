@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..core import ConfigError, ModelError
+from ..fast import kernels
 from ..fast.linear import half_of
 from ..fast.support import enabled
 
@@ -47,6 +48,12 @@ class HeadOptions(NamedTuple):
     sum_sq: bool = False
     keep: bool = False
     dtype: torch.dtype = torch.float32
+    fused: bool = False  # by two kernels on a GPU, without cap; no wide logits exist
+
+    @property
+    def factor(self) -> float:
+        "What logits are multiplied by where there is no cap."
+        return self.scale / self.temperature
 
 
 class _Room(NamedTuple):
@@ -117,6 +124,12 @@ def _add_product(total: Tensor | None, g: Tensor, x: Tensor, whole: bool) -> Ten
     """total + gᵀ x; chunks add up in at least fp32, one chunk needs no sum."""
     if total is not None and total.dtype == g.dtype:
         return total.addmm_(g.T, x)
+    if g.is_cuda and g.dtype.itemsize == 2 and not whole and hasattr(torch.ops.aten.addmm, "dtype_out"):
+        ops: Any = torch.ops.aten  # sums stay in fp32 from the first product to the last
+        wide = torch.float32
+        if total is None:
+            return ops.mm.dtype(g.T, x, wide)  # type: ignore[no-any-return]
+        return ops.addmm.dtype_out(total, g.T, x, wide, out=total)  # type: ignore[no-any-return]
     part = g.T @ x
     if total is not None:
         for rows, more in zip(
@@ -138,9 +151,17 @@ class _HeadLogps(torch.autograd.Function):
         wd, bd = half_of(w, how.dtype), None if b is None else b.to(how.dtype)
         room = _room(h, w, how)
         logps, entropy, sum_sq = (torch.zeros(len(h), dtype=wide, device=h.device) for _ in range(3))
+        lp = lse = torch.empty_like(logps) if how.fused else None
         with torch.autocast(h.device.type, enabled=False):
             for i in range(0, len(h), how.chunk):
                 s = slice(i, i + how.chunk)
+                if lse is not None:
+                    z = F.linear(h[s].to(how.dtype), wd, bd)
+                    found = kernels.logit_stats(z, targets[s], how.factor, how.entropy, how.sum_sq)
+                    for into, numbers in zip((logps, lse, entropy, sum_sq), found):
+                        if len(numbers):
+                            into[s] = numbers
+                    continue
                 z = _scores(h[s], wd, bd, how, room)[0]
                 lp = torch.log_softmax(z, -1, out=z if room is not None and not how.keep else None)
                 logps[s] = lp.gather(1, targets[s, None])[:, 0]
@@ -150,7 +171,7 @@ class _HeadLogps(torch.autograd.Function):
                     sum_sq[s] = (2 * lp).logsumexp(-1)
         ctx.how, ctx.own = how, w
         ctx.mark_non_differentiable(sum_sq)
-        ctx.save_for_backward(h, w, b, targets, entropy, lp if how.keep else None)
+        ctx.save_for_backward(h, w, b, targets, entropy, lp if how.keep else lse)
         return logps, entropy, sum_sq
 
     @staticmethod
@@ -177,7 +198,13 @@ class _HeadLogps(torch.autograd.Function):
                 )
                 for i in range(a, a + len(part), how.chunk):
                     s = slice(i, i + how.chunk)
-                    g = _logit_gradient(h[s], wd, bd, targets[s], entropy[s], kept, g_logps[s], g_entropy[s], how, room)
+                    if how.fused:
+                        z, own_entropy = F.linear(h[s].to(how.dtype), wd, bd), entropy[s] if how.entropy else None
+                        slopes = (g_logps[s], g_entropy[s])
+                        g = kernels.logit_slope_(z, targets[s], kept[s], own_entropy, *slopes, how.factor)
+                    else:
+                        more = (kept, g_logps[s], g_entropy[s], how, room)
+                        g = _logit_gradient(h[s], wd, bd, targets[s], entropy[s], *more)
                     rounded = g.to(how.dtype) if waiting is None else waiting[i - a : i - a + len(g)].copy_(g)
                     if dh is not None:
                         dh[s] = rounded @ wd
@@ -267,13 +294,11 @@ def _linear_head(
     cast = torch.is_autocast_enabled(kind) and h.dtype != torch.float64
     grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (h, w, b))
     keep = grad and how.chunk == 0 and how.cap is None and 0 < n * v <= KEEP_LOGITS
+    dtype = torch.get_autocast_dtype(kind) if cast else w.dtype
+    fused = not keep and how.cap is None and dtype.itemsize <= 4 and kernels.fused(h.device)
+    more = 8 // dtype.itemsize if fused else 2 if kind == "cpu" else 1  # where memory is used again, rows are cheap
     how = how._replace(
-        chunk=n
-        if keep
-        else how.chunk
-        or (2 if kind == "cpu" else 1) * _chunk_rows(v, kind),  # where memory is used again, more rows are cheap
-        keep=keep,
-        dtype=torch.get_autocast_dtype(kind) if cast else w.dtype,
+        chunk=n if keep else how.chunk or more * _chunk_rows(v, kind), keep=keep, dtype=dtype, fused=fused
     )
     return _HeadLogps.apply(h, w, b, targets, how)  # type: ignore[no-untyped-call, no-any-return]
 
