@@ -401,7 +401,7 @@ def run_of(job: Job, method: str, shape: str, steps: int = 4, **how: Any) -> Row
 
 FAMILIES = {
     "qwen2": {"num_key_value_heads": 2}, "llama": {"num_key_value_heads": 2}, "qwen3": {"num_key_value_heads": 2, "head_dim": 16},
-    "mistral": {"num_key_value_heads": 2, "sliding_window": None}, "gpt2": {},
+    "mistral": {"num_key_value_heads": 2, "sliding_window": None}, "gpt2": {}, "qwen2, tied": {"num_key_value_heads": 2, "tie_word_embeddings": True},
 }  # fmt: skip
 
 
@@ -427,7 +427,7 @@ def small_model(family: str) -> Any:
         "embd_pdrop": 0.0,
     }
     shape = gpt2 if family == "gpt2" else plain | FAMILIES[family]
-    config = AutoConfig.for_model(family, vocab_size=160, tie_word_embeddings=False, **shape)
+    config = AutoConfig.for_model(family.split(",")[0], **({"vocab_size": 160, "tie_word_embeddings": False} | shape))
     config.pad_token_id = config.eos_token_id = config.bos_token_id = None
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").double().eval()
     with torch.no_grad():
@@ -462,6 +462,7 @@ def compared(job: Job, family: str, name: str) -> Row:
     import copy
 
     from rlhf_nb.core import DTYPES
+    from rlhf_nb.fast.linear import gradients_in_place
     from rlhf_nb.fast.support import can_run, use_fast
     from rlhf_nb.scoring.check import BOUNDS, plain_logps, self_check
     from rlhf_nb.scoring.scores import completion_logps
@@ -477,7 +478,7 @@ def compared(job: Job, family: str, name: str) -> Row:
     found: Row = {}
     with cast:
         for path, fast, share in (("fast", True, False), ("trees", True, "always"), ("plain", False, False)):
-            with use_fast(fast):
+            with use_fast(fast), gradients_in_place(path == "fast"):  # as the loop has it
                 logps = completion_logps(model, here, token_budget=512, share_prompts=share).logps
                 torch.autograd.backward(logps.sum() / 100)
             gap = float((logps.detach().cpu().double() - want)[there].abs().max())
@@ -715,12 +716,18 @@ def part_train(
     steps = 1 if job.tiny else 4
     for method in methods:
         lora = {"critic": "shared"} if method == "ppo" else {}
+        lora |= {"token_budget": 32_768} if name == "0.5B" and roomy(job) else {}
         yield tried(job, f"{method} {shape}", lambda m=method, h=lora: run_of(job, m, shape, steps, **h))
     for method in methods[:1] if job.tiny else methods[:3]:
         with use_fast(False):
             yield tried(
                 job, f"{method} {shape}, fast paths off", lambda m=method: run_of(job, m, shape, max(1, steps // 2))
             )
+
+
+def roomy(job: Job) -> bool:
+    """Whether a 0.5B model's forwards may have 32,768 tokens here."""
+    return job.device.type == "cuda" and torch.cuda.get_device_properties(0).total_memory > 70 * GB
 
 
 def part_peers(job: Job) -> Iterator[Row]:

@@ -93,7 +93,7 @@ class FastDecoder(Blocks):
                 qkv[:, heads : heads + kv_heads] = layer.k_norm(qkv[:, heads : heads + kv_heads])
             if cos is not None and sin is not None and fused(qkv.device):
                 qk = qkv[:, : heads + kv_heads]
-                turn_into(qk, qk, cos, sin)
+                turn_into((qk,), (qk,), cos, sin)
             elif cos is not None and sin is not None:
                 qk = qkv[:, : heads + kv_heads]
                 turned = qk.roll(self.head_dim // 2, -1)

@@ -21,8 +21,7 @@ if TRITON:
     import triton.language as tl
 
 # %% auto #0
-__all__ = ['log', 'TRITON', 'PARTS', 'norm', 'gate', 'turn_into', 'turn', 'side_by_side', 'logit_stats', 'logit_slope_',
-           'difference', 'fused']
+__all__ = ['log', 'TRITON', 'PARTS', 'norm', 'gate', 'turn_into', 'turn', 'logit_stats', 'logit_slope_', 'difference', 'fused']
 
 # %% ../../nbs/fast/kernels.ipynb #fa57ce08
 if TRITON:
@@ -85,12 +84,11 @@ if TRITON:
         tl.store(db + row * width + at, (slope * u * gate).to(db.dtype.element_ty), mask=here)
 
     @triton.jit
-    def _turn_kernel(
-        x, cos, sin, y, heads, size, sx, st, sy, SIGN: tl.constexpr,
-        HEADS: tl.constexpr, HALF: tl.constexpr,
-    ):  # fmt: skip
+    def _turn_heads(
+        x, y, cos, sin, row, heads, size, sx, st, sy, SIGN: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr
+    ):
         "All heads of one token: x · cos + SIGN · turned(x) · sin, where turned exchanges the halves."
-        row, half = tl.program_id(0).to(tl.int64), size // 2
+        half = size // 2
         head, at = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
         here = (head < heads) & (at < half)
         one, two = row * sx + head * size + at, row * sx + head * size + half + at
@@ -105,6 +103,17 @@ if TRITON:
         to = row * sy + head * size + at
         tl.store(y + to, left.to(y.dtype.element_ty), mask=here)
         tl.store(y + half + to, right.to(y.dtype.element_ty), mask=here)
+
+    @triton.jit
+    def _turn_kernel(
+        q, k, to_q, to_k, cos, sin, heads, kv_heads, size, sq, sk, st, sto_q, sto_k, SIGN: tl.constexpr,
+        HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
+    ):  # fmt: skip
+        "Queries and keys of one token; no keys where KV_HEADS is 0."
+        row = tl.program_id(0).to(tl.int64)
+        _turn_heads(q, to_q, cos, sin, row, heads, size, sq, st, sto_q, SIGN, HEADS, HALF)
+        if KV_HEADS > 0:
+            _turn_heads(k, to_k, cos, sin, row, kv_heads, size, sk, st, sto_k, SIGN, KV_HEADS, HALF)
 
 # %% ../../nbs/fast/kernels.ipynb #fa57ce0b
 if TRITON:
@@ -186,7 +195,7 @@ class _Norm(torch.autograd.Function):
         return dx, dw.sum(0).to(w.dtype) if learns else None, None, None
 
 
-PARTS = 264  # sums of a norm's weight gradient that are made side by side
+PARTS = 1024  # sums of a norm's weight gradient that are made side by side
 
 
 def norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
@@ -232,46 +241,47 @@ def gate(a: Tensor, b: Tensor) -> Tensor:
     return _Gate.apply(a, b)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def turn_into(y: Tensor, x: Tensor, cos: Tensor, sin: Tensor, sign: int = 1) -> Tensor:
-    """x · cos + turned(x) · sin, written to y, which may be x itself.
+def turn_into(
+    to: tuple[Tensor, ...], heads: tuple[Tensor, ...], cos: Tensor, sin: Tensor, sign: int = 1
+) -> tuple[Tensor, ...]:
+    """x · cos + turned(x) · sin of one or two tensors, written to others, which may be the same.
 
     Args:
-        y, x: [M, heads, D]; the heads of a token lie side by side.
+        to, heads: [M, heads, D] each; the heads of a token lie side by side.
         cos, sin: [M, 1, D], as `fast.linear.rotary_table` gives them.
         sign: −1: the transposed rotation, which a gradient goes through.
     """
-    (rows, heads, size), half = x.shape, x.shape[-1] // 2
-    if rows:
-        _turn_kernel[(rows,)](
-            x, cos, sin, y, heads, size, x.stride(0), cos.stride(0), y.stride(0), SIGN=sign, HEADS=_power(heads),
-            HALF=_power(half),
+    q, k, to_q, to_k = heads[0], heads[-1], to[0], to[-1]
+    kv_heads = _power(k.shape[1]) if len(heads) > 1 else 0
+    if len(q):
+        _turn_kernel[(len(q),)](
+            q, k, to_q, to_k, cos, sin, q.shape[1], k.shape[1], q.shape[2], q.stride(0), k.stride(0), cos.stride(0),
+            to_q.stride(0), to_k.stride(0), SIGN=sign, HEADS=_power(q.shape[1]), KV_HEADS=kv_heads,
+            HALF=_power(q.shape[2] // 2),
         )  # fmt: skip
-    return y
+    return to
 
 
 class _Turn(torch.autograd.Function):
-    """x · cos + turned(x) · sin."""
+    """x · cos + turned(x) · sin of queries and keys."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos, sin)
-        return turn_into(x.new_empty(x.shape), x, cos, sin)
+        return turn_into((q.new_empty(q.shape), k.new_empty(k.shape)), (q, k), cos, sin)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        (cos, sin), g = ctx.saved_tensors, g.contiguous()
-        return turn_into(torch.empty_like(g), g, cos, sin, -1), None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        g = tuple(x.contiguous() for x in gradients)
+        return *turn_into(tuple(torch.empty_like(x) for x in g), g, cos, sin, -1), None, None
 
 
-def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Queries or keys turned to their positions; see `turn_into`."""
-    return _Turn.apply(x if side_by_side(x) else x.contiguous(), cos, sin)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def side_by_side(x: Tensor) -> bool:
-    "Whether the heads of a token, [M, heads, D], lie one after the other."
-    return x.stride(2) == 1 and x.stride(1) == x.shape[2]
+def turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys turned to their positions; see `turn_into`."""
+    q, k = (x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous() for x in (q, k))
+    return _Turn.apply(q, k, cos, sin)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def logit_stats(
@@ -343,7 +353,7 @@ def difference(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> str
         ),
         "gate": (gate, lambda a, b: F.silu(a) * b, (a, b), some(9, 70)),
         "turn": (
-            lambda x: turn(x, cos.to(device), sin.to(device)),
+            lambda x: torch.cat(turn(x[:, :3], x[:, 3:], cos.to(device), sin.to(device)), 1),
             lambda x: x * cos.double() + x.roll(half, -1) * sin.double(), (x,), g,
         ),
     }  # fmt: skip

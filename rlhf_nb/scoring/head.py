@@ -15,15 +15,15 @@ from torch.utils.checkpoint import checkpoint
 
 from ..core import ConfigError, ModelError
 from ..fast import kernels
-from ..fast.linear import half_of
+from ..fast.linear import add_product, half_of, may_add_in_place
 from ..fast.support import enabled
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 # %% auto #0
-__all__ = ['KEEP_LOGITS', 'CHUNK_LOGITS', 'CHUNK_GRADIENT', 'CHUNK_ROWS', 'HeadOptions', 'gradients_in_place', 'head_logps',
-           'read_head', 'logit_transform', 'split_head', 'text_config', 'embedding_of', 'width_of']
+__all__ = ['KEEP_LOGITS', 'CHUNK_LOGITS', 'CHUNK_GRADIENT', 'CHUNK_ROWS', 'HeadOptions', 'head_logps', 'read_head',
+           'logit_transform', 'split_head', 'text_config', 'embedding_of', 'width_of']
 
 # %% ../../nbs/scoring/head.ipynb #20b01249
 KEEP_LOGITS = (
@@ -82,34 +82,6 @@ def _scores(
     return (z if how.scale == how.temperature else z * (how.scale / how.temperature)), None
 
 # %% ../../nbs/scoring/head.ipynb #820dc93b
-class _InPlace:
-    """Whether the head may add to `weight.grad` itself: how many backward passes have said so
-    (`gradients_in_place`)."""
-
-    allowed = 0
-    lock = Lock()
-
-
-@contextmanager
-def gradients_in_place(allowed: bool = True) -> Iterator[None]:
-    """Inside, `backward()` adds the head's gradient to `weight.grad` itself: one or two matrices of the head's size
-    less at the peak.
-
-    Args:
-        allowed: only True where nothing else waits for that gradient: `torch.autograd.grad` would not return it, and
-            other
-            processes would not receive it. Weights with hooks are left to autograd anyway.
-    """
-    allowed = allowed and enabled()
-    with _InPlace.lock:
-        _InPlace.allowed += allowed
-    try:
-        yield
-    finally:
-        with _InPlace.lock:
-            _InPlace.allowed -= allowed
-
-
 def _room(h: Tensor, w: Tensor, how: HeadOptions) -> _Room | None:
     """On a CPU, where logits aren't kept or are to be widened."""
     half = how.dtype.itemsize < 4
@@ -118,26 +90,6 @@ def _room(h: Tensor, w: Tensor, how: HeadOptions) -> _Room | None:
     shape = (min(how.chunk, len(h)), len(w))
     wide = torch.float64 if how.dtype == torch.float64 else torch.float32
     return _Room(h.new_empty(shape, dtype=wide), h.new_empty(shape, dtype=how.dtype) if half else None)
-
-
-def _add_product(total: Tensor | None, g: Tensor, x: Tensor, whole: bool) -> Tensor:
-    """total + gᵀ x; chunks add up in at least fp32, one chunk needs no sum."""
-    if total is not None and total.dtype == g.dtype:
-        return total.addmm_(g.T, x)
-    if g.is_cuda and g.dtype.itemsize == 2 and not whole and hasattr(torch.ops.aten.addmm, "dtype_out"):
-        ops: Any = torch.ops.aten  # sums stay in fp32 from the first product to the last
-        wide = torch.float32
-        if total is None:
-            return ops.mm.dtype(g.T, x, wide)  # type: ignore[no-any-return]
-        return ops.addmm.dtype_out(total, g.T, x, wide, out=total)  # type: ignore[no-any-return]
-    part = g.T @ x
-    if total is not None:
-        for rows, more in zip(
-            torch.split(total, 4096), torch.split(part, 4096)
-        ):  # widened a piece at a time, not as a whole matrix
-            rows += more
-        return total
-    return part.float() if not whole and part.dtype in (torch.bfloat16, torch.float16) else part
 
 
 class _HeadLogps(torch.autograd.Function):
@@ -183,7 +135,7 @@ class _HeadLogps(torch.autograd.Function):
         dh = torch.empty_like(h) if want_h else None
         dw, db = (torch.zeros_like(x) if want and len(h) == 0 else None for x, want in ((w, want_w), (b, want_b)))
         own = w is ctx.own  # else somebody's hooks on saved tensors gave a copy, whose gradient nobody would find
-        in_place = want_w and own and len(h) > 0 and _InPlace.allowed > 0 and w.is_leaf and not w._backward_hooks
+        in_place = want_w and own and len(h) > 0 and may_add_in_place(w)
         dw = w.grad if in_place else dw
         room = None if how.keep else _room(h, w, how)
         half = (
@@ -211,7 +163,7 @@ class _HeadLogps(torch.autograd.Function):
                     if want_b:
                         db = rounded.sum(0, dtype=g_logps.dtype) if db is None else db.add_(rounded.sum(0))
                 if want_w:
-                    dw = _add_product(dw, rounded if waiting is None else waiting, part.to(how.dtype), wide >= len(h))
+                    dw = add_product(dw, rounded if waiting is None else waiting, part.to(how.dtype), wide >= len(h))
         if in_place and dw is not None:
             w.grad, dw = dw.to(w.dtype), None  # nothing is left for autograd to add
         return dh, None if dw is None else dw.to(w.dtype), None if db is None else db.to(b.dtype), None, None
