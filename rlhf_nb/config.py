@@ -117,7 +117,7 @@ class ModelConfig(StrictConfig):
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = option(
         "sdpa", "attention kernel"
     )
-    chat_template: PathText | None = option(None, "Jinja text, a file, or chatml; null: the tokenizer's own")
+    chat_template: PathText | None = option(None, "a name (chatml, qwen3, ...), a file, Jinja text; null: its own")
     revision: str | None = Field(default=None, description="hub revision: branch, tag or commit")
     trust_remote_code: bool = Field(default=False, description="run Python code that comes with a hub model")
 

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
 from chat_families import FAMILIES, IM
 
-from rlhf_nb.config import ModelConfig
 from rlhf_nb.core import DataError
 from rlhf_nb.data.formats import to_rows
 from rlhf_nb.data.shapes import DataNote, Reading
 from rlhf_nb.data.sources import tokenize_preferences, tokenize_prompts, tokenize_sft
-from rlhf_nb.data.templates import CHATML, train_bpe
-from rlhf_nb.models.load import load_tokenizer
+from rlhf_nb.data.templates import set_chat_template, train_bpe
 
 TOOL: dict[str, Any] = {
     "type": "function",
@@ -147,7 +144,7 @@ def test_tools(family: dict[str, Any]) -> None:
 def test_chatml_takes_what_a_template_refuses(family: dict[str, Any]) -> None:
     """model.chat_template=chatml, which our messages advise: tools, calls and several turns, with the masks that ChatML has by hand."""
     tok, end = family["tokenizer"], family["eos"]
-    tok.chat_template = CHATML
+    set_chat_template(tok, "chatml")
     marks = {
         **IM,
         "eos": end,
@@ -165,11 +162,6 @@ def test_chatml_takes_what_a_template_refuses(family: dict[str, Any]) -> None:
     marks["tools"] = f"<|im_start|>system\n{told.replace('TOOL', json.dumps(TOOL))}{end}\n"
     for talk, tools in ((TALK, False), (CALLED, True)):
         assert sft(family, talk, **({"tools": [TOOL]} if tools else {})) == by_hand(marks, talk, tools)
-
-
-def test_chatml_by_its_name(bare: Any, tmp_path: Path) -> None:
-    bare.save_pretrained(tmp_path)
-    assert load_tokenizer(ModelConfig(name_or_path=str(tmp_path), chat_template="chatml")).chat_template == CHATML
 
 
 @pytest.mark.parametrize("written", ["json", "lines", "python"])

@@ -157,6 +157,33 @@ def test_one_process_under_zero(runs: Any, tmp_path: Path, strategy: str) -> Non
 
 @pytest.mark.slow
 @needs_deepspeed
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+def test_ranks_with_workers(strategy: str, tmp_path: Path) -> None:
+    """Each rank has a worker, and goes on from the middle with answers that it drew ahead: the bits of ranks that draw."""
+    own: dict[str, Any] = {"steps": 5, "save_every": 1, "keep_checkpoints": 99, "resample": 1}
+    with_workers = own | {"rollouts": {"lag": 2, "workers": 1}}
+    run_ranks("lagged", tmp_path / "a", 2, strategy, **own)
+    run_ranks("lagged", tmp_path / "b", 2, strategy, **with_workers)
+    assert far(tmp_path / "a", tmp_path / "b") == 0
+    for folder in sorted((tmp_path / "b" / "checkpoints").iterdir())[2:]:
+        rmtree(folder)
+    run_ranks("lagged", tmp_path / "b", 2, strategy, resume=True, **with_workers)
+    assert far(tmp_path / "a", tmp_path / "b") == 0
+    alone = tmp_path / "alone"
+    run_ranks("lagged", alone, **own)
+    assert far(alone, tmp_path / "b") <= BAR
+
+
+@pytest.mark.slow
+@needs_deepspeed
+@pytest.mark.parametrize("strategy", ["zero3", "fsdp2"])
+def test_workers_need_whole_weights(strategy: str, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="each process that learns holds only a part of the weights"):
+        run_ranks("lagged", tmp_path, 2, strategy, steps=1, rollouts={"workers": 1})
+
+
+@pytest.mark.slow
+@needs_deepspeed
 @pytest.mark.parametrize("case", ["sft", "sft_lora"])
 def test_saved_under_zero3_loads_plainly(runs: Any, case: str) -> None:
     from transformers import AutoModelForCausalLM

@@ -79,7 +79,7 @@ RUN: dict[str, str] = {  # a suggestion, and lines that hold it; of a fence, and
     "import json\n\nfrom rlhf_nb.config import SamplingConfig": "import pathlib\nmodel.config.max_position_embeddings = 256\npathlib.Path('questions.jsonl').write_text('{\"prompt\": \"Hi!\", \"answer\": 3}'); save_model(model, tokenizer, 'MODEL')\n",
     # messages
     "CapabilityTester.freeze(...).save(path)": RESULTS + "CapabilityTester.freeze({'sums': results}, {'sums': 0.02}).save('frozen.json')",
-    "set_chat_template(tokenizer, make_chat_template(user, assistant))": TEMPLATES + "user, assistant = 'Visitor:', 'Pip:'\n", "set_chat_template(tokenizer)": TEMPLATES, "set_chat_template(tokenizer, make_chat_template())": TEMPLATES,
+    "set_chat_template(tokenizer, make_chat_template(user, assistant))": TEMPLATES + "user, assistant = 'Visitor:', 'Pip:'\n", "set_chat_template(tokenizer)": TEMPLATES, "set_chat_template(tokenizer, X)": TEMPLATES + "X = 'qwen3'\n",
     "FeedbackStore(FILE).add(...)": "from rlhf_nb.feedback.store import Feedback, FeedbackStore\nFeedbackStore('f.jsonl').add('u', Feedback('rating', 'up', 'p', ('a',), ('v1',), consent=True))",
     "learn.submit(NAME)": "from rlhf_nb import learn\nassert learn.submit('Ada').exists()", "mask.bool()": "mask = torch.ones(2)\n",
     "hydra(policy, reward_model)": "from rlhf_nb import LoraSettings\nfrom rlhf_nb.models.adapters import hydra\npolicy = toy.build_model(0, 'tiny'); reward_model = RewardModel.from_policy(add_lora(toy.build_model(0, 'tiny'), LoraSettings(r=2), adapter_name='reward'))\nassert hydra(policy, reward_model).reward",

@@ -21,7 +21,7 @@ pytest.importorskip("openai", reason="the official client isn't installed: pip i
 from test_serve import Running
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlhf_nb.data.templates import CHATML, encode_continuations, train_bpe
+from rlhf_nb.data.templates import encode_continuations, set_chat_template, train_bpe
 from rlhf_nb.models.load import save_model
 from rlhf_nb.serve.gate import new_key
 from rlhf_nb.serve.protocol import ChatAsked, Form, Refused, TextAsked, read_request
@@ -42,7 +42,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     tok = train_bpe(["An owl lives in the forest. Where do owls live?"], 320)
     tok.add_special_tokens({"eos_token": "<|im_end|>"})
-    tok.chat_template = CHATML
+    set_chat_template(tok, "chatml")
     shape: dict[str, Any] = {
         "hidden_size": 16,
         "intermediate_size": 32,

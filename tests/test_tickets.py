@@ -133,18 +133,20 @@ def test_tickets_are_under_way_together(tmp_path: Path) -> None:
     assert len({*asked[:3]}) == 3 and threading.get_ident() not in asked
 
 
-@pytest.mark.parametrize("kind", ["ppo", "grpo"])
-def test_stopped_and_resumed(kind: str, tmp_path: Path) -> None:
-    """A run goes on from each of its checkpoints to the same bits; the reward of a ticket ahead isn't asked for again."""
+@pytest.mark.parametrize(("kind", "rounds"), [("ppo", 0), ("grpo", 0), ("grpo", 1)])
+def test_stopped_and_resumed(kind: str, rounds: int, tmp_path: Path) -> None:
+    """A run goes on from each of its checkpoints to the same bits; the reward of a ticket ahead isn't asked for again, nor
+    that of the further prompts that it was given in time."""
     calls = []
 
     def reward(prompts: Any, completions: Any, **columns: Any) -> Any:
         calls.append(1)
         return toy.gold_reward(prompts, completions, **columns)
 
-    straight = make(kind, tmp_path, 2, reward, resample=0) if kind == "grpo" else make(kind, tmp_path, 2, reward)
+    more = {"resample": rounds} if kind == "grpo" else {}
+    straight = make(kind, tmp_path, 2, reward, **more)
     straight.fit()
-    assert len(calls) == 4
+    assert len(calls) == 4 * (1 + rounds)
     for step in (3, 1):
         for folder in (tmp_path / "checkpoints").iterdir():
             if int(folder.name[5:]) > step:
@@ -152,9 +154,28 @@ def test_stopped_and_resumed(kind: str, tmp_path: Path) -> None:
                     file.unlink()
                 folder.rmdir()
         calls.clear()
-        t = make(kind, tmp_path, 2, reward, resample=0) if kind == "grpo" else make(kind, tmp_path, 2, reward)
+        t = make(kind, tmp_path, 2, reward, **more)
         t.fit(resume=True)
-        assert weights(t) == weights(straight) and len(calls) == 4 - step - min(2, 4 - step)
+        ahead = min(2, 4 - step) + rounds  # of further prompts, those of the next step were there
+        assert weights(t) == weights(straight) and len(calls) == (4 - step) * (1 + rounds) - ahead
+
+
+def test_further_prompts_are_drawn_ahead_too(tmp_path: Path) -> None:
+    """With two rounds and a lag of 2: each is drawn a step after the one before it, and no prompt is asked twice."""
+    t = make("grpo", tmp_path, 2, resample=2, steps=6, prompts=400, reward=lambda p, c, **_: [0.0] * len(c))
+    t.start()
+    asked = []
+    for step in range(6):
+        r = t.collect(t.next_batch())
+        ticket = t.method.ticket
+        assert ticket.number == step and ticket.version == step  # the last round was learnt from last
+        ahead = t.method.rollouts.tickets
+        assert [[x.version for x in ahead[n].further] for n in sorted(ahead)] == [[step]] * (step < 5) + [[]] * (
+            step < 4
+        )
+        asked += [p for n in ahead for x in ahead[n].further for p in x.rollout().prompts[::4]]
+        t.finish_step(t.update(r))
+    assert len({*asked}) == len(asked) > 8
 
 
 def test_a_reward_that_fails_costs_nothing(tmp_path: Path) -> None:
@@ -216,8 +237,8 @@ def test_columns_that_no_checkpoint_holds_are_refused_before_anything_is_drawn(v
     assert len(make("raft", tmp_path / "none", 0, more={"when": value}, steps=1).fit()) == 1
 
 
-@pytest.mark.parametrize("lag", [0, 1, 2])
-def test_a_ctrl_c_does_not_wait_for_rewards(lag: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "lag"), [("raft", 0), ("raft", 1), ("raft", 2), ("grpo", 2)])
+def test_a_ctrl_c_does_not_wait_for_rewards(kind: str, lag: int, tmp_path: Path) -> None:
     """Whichever step waits, one Ctrl-C ends the run, and its checkpoint goes on to the bits of a run that was let be."""
     never, asked, seen = threading.Event(), threading.Event(), list[int]()
 
@@ -228,15 +249,15 @@ def test_a_ctrl_c_does_not_wait_for_rewards(lag: int, tmp_path: Path) -> None:
             never.wait(60)
         return toy.gold_reward(prompts, completions, **columns)
 
-    t = make("raft", tmp_path / "a", lag, reward, reward_timeout=None)
+    t = make(kind, tmp_path / "a", lag, reward, reward_timeout=None)
     threading.Thread(
         target=lambda: (asked.wait(), time.sleep(0.3), os.kill(os.getpid(), signal.SIGINT)), daemon=True
     ).start()
     begun = time.monotonic()
     history = t.fit()
-    assert history.stopped == "interrupted (SIGINT)" and t.step == 1 and time.monotonic() - begun < 30
+    assert history.stopped == "interrupted (SIGINT)" and t.step == (kind == "raft") and time.monotonic() - begun < 30
     never.set()
-    again, straight = make("raft", tmp_path / "a", lag), make("raft", tmp_path / "b", lag)
+    again, straight = make(kind, tmp_path / "a", lag), make(kind, tmp_path / "b", lag)
     again.fit(resume=True)
     straight.fit()
     assert weights(again) == weights(straight)

@@ -30,7 +30,7 @@ from rlhf_nb.data.templates import (
     encode_continuations,
     encode_dialogues,
 )
-from .templates import encode_prompts, is_blank, pairs_as_chat, share_prompt
+from .templates import encode_prompts, family_templates, is_blank, pairs_as_chat, share_prompt
 from ..types import Completions, PreferenceBatch, PromptBatch
 
 # %% auto #0
@@ -366,6 +366,21 @@ def _say_plain(prompts: Sequence[Text], tok: Any, chat: bool | None, warn: bool)
     warnings.warn(f"{which}: {how}.", DataNote, stacklevel=4)
 
 
+def _say_split(rows: list[int], tok: Any) -> None:
+    """Tell once of dialogues that became several rows, and of a template that makes one of each."""
+    split = [n for n in rows if n > 1]
+    names = family_templates(tok) if split else []
+    if split:
+        warnings.warn(
+            f"{len(split)} of {len(rows)} dialogues became {sum(split)} rows, one for each answer: the chat template "
+            "writes earlier turns in another way once the dialogue goes on, and each answer is learnt behind what the "
+            "model sees then."
+            + "".join(f" model.chat_template={n} keeps all turns as said, in training and afterwards." for n in names),
+            DataNote,
+            stacklevel=3,
+        )
+
+
 def _sft_tokens(rows: list[Row], tok: Any, completion_only: bool, chat: bool | None) -> list[list[Answered]]:
     """Prompt ids, completion ids and mask of normal demonstrations: one row each, or one for each answer where the
     template rewrites earlier turns."""
@@ -465,6 +480,8 @@ def tokenize_sft(
         _warn_spelled([t for r in normal for t in _talks(r, tok, chat)], tok)
     whole = turns if completion_only else "all"
     found = [counted_turns(t, whole, f"row {i}") for i, t in enumerate(_sft_tokens(normal, tok, completion_only, chat))]
+    if warn:
+        _say_split([len(t) for t in found], tok)
     for prompt, completion, mask in chain.from_iterable(found):
         head, (tail,) = truncate(prompt, [completion], max_length, max_prompt_length, tok.bos_token_id)
         if not any(mask[: len(tail)]):

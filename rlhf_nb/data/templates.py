@@ -4,23 +4,27 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from importlib import resources
 from itertools import chain
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from ..core import DataError
+from ..core import ConfigError, DataError, did_you_mean
 from .foreign import RefusedProgram, render_chats
 from .formats import ASSISTANT, HUMAN, Message, Text, hermes_as_calls, thoughts_of, with_thoughts
 from .shapes import DataNote
 
 # %% auto #0
-__all__ = ['PAD_TOKEN', 'BOS_TOKEN', 'EOS_TOKEN', 'DEFAULT_CHAT_TEMPLATE', 'TEMPLATES', 'CHATML', 'Answered', 'train_bpe',
-           'make_chat_template', 'set_chat_template', 'Piece', 'dialogue_pieces', 'encode_texts',
-           'encode_continuations', 'Encoded', 'encode_dialogues', 'encode_conversation', 'encode_prompts', 'is_blank',
-           'opens_answer', 'as_chat', 'encode_chat', 'Reply', 'encode_replies', 'speaks_chat', 'pairs_as_chat',
-           'encode_answers', 'encode_pairs', 'counted_turns', 'share_prompt', 'encode_prompt', 'encode_pair']
+__all__ = ['PAD_TOKEN', 'BOS_TOKEN', 'EOS_TOKEN', 'DEFAULT_CHAT_TEMPLATE', 'TEMPLATES', 'Answered', 'train_bpe',
+           'make_chat_template', 'template_names', 'template_of', 'set_chat_template', 'Piece', 'family_templates',
+           'dialogue_pieces', 'encode_texts', 'encode_continuations', 'Encoded', 'encode_dialogues',
+           'encode_conversation', 'encode_prompts', 'is_blank', 'opens_answer', 'as_chat', 'encode_chat', 'Reply',
+           'encode_replies', 'speaks_chat', 'pairs_as_chat', 'encode_answers', 'encode_pairs', 'counted_turns',
+           'share_prompt', 'encode_prompt', 'encode_pair']
 
 # %% ../../nbs/data/templates.ipynb #a23f2f97
 PAD_TOKEN, BOS_TOKEN, EOS_TOKEN = "<|pad|>", "<|bos|>", "<|eos|>"
@@ -90,34 +94,34 @@ def make_chat_template(user: str = HUMAN, assistant: str = ASSISTANT, system: st
 DEFAULT_CHAT_TEMPLATE = make_chat_template()
 # tried in turn: the second fits the toy world's words
 TEMPLATES = (DEFAULT_CHAT_TEMPLATE, make_chat_template("Visitor:", "\nPip:"))
-CHATML = """{%- set system = messages[0]['content'] if messages[0]['role'] == 'system' else '' -%}
-{%- if tools or system -%}
-{{- '<|im_start|>system\\n' ~ system ~ ('\\n\\n' if tools and system else '') -}}
-{%- if tools -%}
-{{- 'You may call functions. These are there:\\n<tools>' -}}
-{%- for tool in tools -%}{{- '\\n' ~ (tool | tojson) -}}{%- endfor -%}
-{{- '\\n</tools>\\nTo call one, write:\\n<tool_call>\\n{"name": NAME, "arguments": {...}}\\n</tool_call>' -}}
-{%- endif -%}
-{{- eos_token ~ '\\n' -}}
-{%- endif -%}
-{%- for m in messages -%}
-{%- if m['role'] == 'system' and loop.first -%}
-{%- elif m['role'] == 'tool' -%}
-{{- '<|im_start|>user\\n' if loop.first or messages[loop.index0 - 1]['role'] != 'tool' else '\\n' -}}
-{{- '<tool_response>\\n' ~ m['content'] ~ '\\n</tool_response>' -}}
-{{- eos_token ~ '\\n' if loop.last or messages[loop.index0 + 1]['role'] != 'tool' else '' -}}
-{%- else -%}
-{{- '<|im_start|>' ~ m['role'] ~ '\\n' ~ m['content'] -}}
-{%- for c in m['tool_calls'] or [] -%}
-{%- set f = c['function'] if c['function'] is defined else c -%}
-{{- ('\\n' if m['content'] or not loop.first else '') ~ '<tool_call>\\n{"name": "' ~ f['name'] ~ '", "arguments": ' -}}
-{{- (f['arguments'] if f['arguments'] is string else (f['arguments'] | tojson)) ~ '}\\n</tool_call>' -}}
-{%- endfor -%}
-{{- eos_token ~ '\\n' -}}
-{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
-"""  # turns end in the tokenizer's EOS, which <|im_end|> is where there is one
+
+# %% ../../nbs/data/templates.ipynb #c4a70002
+def template_names() -> list[str]:
+    """Names of the chat templates that come with the package: chatml, and one for each of the usual families."""
+    return sorted(p.name.removesuffix(".jinja") for p in (resources.files("rlhf_nb") / "data" / "chat").iterdir())
+
+
+def template_of(told: str) -> str:
+    """Jinja source of a chat template.
+
+    Args:
+        told: a name of `template_names`, a file, or the source itself.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    if told in template_names():
+        return (resources.files("rlhf_nb") / "data" / "chat" / f"{told}.jinja").read_text(encoding="utf-8")
+    if "{" in told:
+        return told
+    file = Path(told).expanduser()
+    if os.path.isfile(file):  # False for a name that is too long, too
+        return file.read_text(encoding="utf-8")
+    near = did_you_mean(told, template_names(), f"Those are {', '.join(template_names())}.")
+    raise ConfigError(
+        f"model.chat_template is {told[:80]!r}: no file, no Jinja text (it would write these very words for every "
+        f"dialogue), and no template that comes with the package. {near}"
+    )
 
 # %% ../../nbs/data/templates.ipynb #6ff1e1bd
 def _eos(tok: Any) -> int:
@@ -132,8 +136,8 @@ def set_chat_template(tok: Any, template: str | None = None) -> Any:
 
     Args:
         tok: a tokenizer of transformers.
-        template: Jinja source. None keeps the template there is; a tokenizer without one gets the first of `TEMPLATES`
-            whose words it knows.
+        template: as `template_of` takes it. None keeps the template there is; a tokenizer without one gets the first of
+            `TEMPLATES` whose words it knows.
 
     Returns:
         The tokenizer.
@@ -143,7 +147,7 @@ def set_chat_template(tok: Any, template: str | None = None) -> Any:
     """
     _eos(tok)
     if template is not None:
-        tok.chat_template = template
+        tok.chat_template = template_of(template)
     elif not tok.chat_template:
         probe: list[Message] = [{"role": "user", "content": ""}, {"role": "assistant", "content": ""}]
         for choice in TEMPLATES:
@@ -174,6 +178,41 @@ def _names(tools: Any) -> list[str]:
     return [str(t["name"]) for t in each if isinstance(t, dict) and t.get("name")]
 
 
+def family_templates(tok: Any) -> list[str]:
+    """Names of shipped templates that write a question and its answer as a tokenizer's own does (an EOS behind the
+    answer aside): those of its family."""
+    talk: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+    def written(template: str | None) -> list[str]:
+        try:
+            ask = render_chats(tok, [talk[:1]], True, template=template)
+            (end,) = render_chats(tok, [talk], template=template)
+        except RefusedProgram:
+            return []
+        return [*ask, end.rstrip().removesuffix(tok.eos_token or "").rstrip()]
+
+    sources, own = {n: template_of(n) for n in template_names() if n != "chatml"}, written(None)
+    return [n for n, text in sources.items() if own and text != tok.chat_template and written(text) == own]
+
+
+def _other(tok: Any, messages: list[Message], tools: Any = None) -> str:
+    """Name of the template that takes a dialogue with all it calls: the family's if it does, else ChatML."""
+    calls = [name for m in messages for name in _names(m.get("tool_calls"))]
+    for name in family_templates(tok):
+        try:
+            (text,) = render_chats(tok, [messages], tools=tools or None, template=template_of(name))
+        except RefusedProgram:
+            continue
+        if all(word in text for word in (*_names(tools), *calls)):
+            return name
+    return "chatml"
+
+
+def _in_python(name: str) -> str:
+    """How a template is set without a config."""
+    return f"In Python: set_chat_template(tokenizer, {name!r}) of rlhf_nb.data.templates."
+
+
 def _render(
     tok: Any, dialogues: Sequence[list[Message]], ask: bool, tools: Sequence[Any], thinking: bool | None = None
 ) -> list[str]:
@@ -183,7 +222,7 @@ def _render(
     if not tok.chat_template:
         raise DataError(
             "The tokenizer has no chat template, so messages can't become text: "
-            "set model.chat_template=chatml, or name a FILE.",
+            "set model.chat_template=chatml, or its family's (llama3.1, qwen2.5, gemma, ...), or name a FILE.",
             python="In Python: set_chat_template(tokenizer) of rlhf_nb.data.templates.",
         )
     # two answers share the messages of their prompt: render these once
@@ -195,17 +234,19 @@ def _render(
             found = render_chats(tok, list(unique.values()), ask, given or None, thinking=thinking)
         except RefusedProgram as e:
             roles = {tuple(m["role"] for m in d) for d in dialogues}
+            other = _other(tok, next(iter(unique.values())), given)
             raise DataError(
                 f"{e}; the turns are {min(roles, key=len)} or alike. "
-                "Change the rows, or take a template that leaves them as they are: model.chat_template=chatml.",
-                python="In Python: set_chat_template(tokenizer, make_chat_template()) of rlhf_nb.data.templates.",
+                f"Change the rows, or take a template that leaves them as they are: model.chat_template={other}.",
+                python=_in_python(other),
             ) from e
         unseen = next((name for name in _names(given) if any(name not in text for text in found)), None)
         if unseen:
             raise DataError(
                 f"The chat template doesn't write tools: {unseen!r} is nowhere in what it makes of a dialogue, so the "
-                "model would never see it. model.chat_template=chatml does, data.columns={tools: null} "
-                "goes without."
+                "model would never see it. "
+                f"model.chat_template={_other(tok, next(iter(unique.values())), given)} does, "
+                "data.columns={tools: null} goes without."
             )
         texts |= zip(unique, found)
     return [texts[k] for k in keys]
@@ -252,34 +293,35 @@ def _answer(tok: Any, messages: list[Message], tools: Any, opened: str, closed: 
             stacklevel=2,
         )
         return before, closed[len(before) :]
+    other = _other(tok, messages, tools)
     raise DataError(
         f"The chat template rewrites messages[{len(asked)}], or what came before it: it asks with "
         f"...{opened[-40:]!r}, and then writes ...{closed[-60:]!r}. So no mask can say which tokens the assistant "
-        "wrote. Another template takes the rows: model.chat_template=chatml; rlhf-nb data FILE --model MODEL names all "
-        "such rows.",
-        python="In Python: set_chat_template(tokenizer, make_chat_template()) of rlhf_nb.data.templates.",
+        f"wrote. Another template takes the rows: model.chat_template={other}; rlhf-nb data FILE --model MODEL names "
+        "all such rows.",
+        python=_in_python(other),
     )
 
 # %% ../../nbs/data/templates.ipynb #10cb0b74
-def _calls_written(message: Message, turn: int, answer: str) -> None:
+def _calls_written(tok: Any, messages: list[Message], turn: int, answer: str) -> None:
     """Refuse an answer whose calls of tools the template leaves out."""
-    unsaid = next((name for name in _names(message.get("tool_calls")) if name not in answer), None)
+    unsaid = next((name for name in _names(messages[turn].get("tool_calls")) if name not in answer), None)
     if unsaid:
         raise DataError(
             f"The chat template doesn't write calls of tools: messages[{turn}] calls {unsaid!r}, and nothing of it "
-            f"is in {answer[:40]!r}, so the model would learn to say nothing. model.chat_template=chatml gives one "
-            "that does."
+            f"is in {answer[:40]!r}, so the model would learn to say nothing. "
+            f"model.chat_template={_other(tok, messages)} gives one that does."
         )
 
 
-def _cut(messages: list[Message], spoken: Sequence[tuple[str, str]], whole: str, eos: str) -> list[list[Piece]]:
+def _cut(tok: Any, messages: list[Message], spoken: Sequence[tuple[str, str]], whole: str) -> list[list[Piece]]:
     """Pieces of a dialogue from the text before each answer, and the answers: one list, or one for each answer where
     the template writes an answer in another way once more was said."""
     pieces, each, done, last = list[Piece](), list[list[Piece]](), "", len(messages) - 1
     turns, kept = [i for i, m in enumerate(messages) if m["role"] == "assistant"], True
     for turn, (opened, answer) in zip(turns, spoken, strict=True):
-        _calls_written(messages[turn], turn, answer)
-        if answer.rstrip().endswith(eos):
+        _calls_written(tok, messages, turn, answer)
+        if answer.rstrip().endswith(tok.eos_token):
             answer = answer.rstrip()  # what a template puts after EOS (a line end) is never written by the model
         kept = kept and opened.startswith(done)
         pieces += [Piece(opened[len(done) :], False, turn - 1), Piece(answer, True, turn)]
@@ -327,10 +369,10 @@ def dialogue_pieces(
         if ask:  # what was said before needs no mask: its pieces are those of training, or the text is one piece
             plain = all(closed.startswith(opened) for _, _, opened, closed in mine)
             spoken = [(opened, closed[len(opened) :]) for _, _, opened, closed in mine]
-            rows = _cut(d, spoken, w, tok.eos_token) if plain else []
+            rows = _cut(tok, d, spoken, w) if plain else []
             out.append(rows if len(rows) == 1 else [[Piece(w, False, len(d) - 1)]])
         else:
-            out.append(_cut(d, [_answer(tok, *one) for one in mine], w, tok.eos_token))
+            out.append(_cut(tok, d, [_answer(tok, *one) for one in mine], w))
     return out
 
 # %% ../../nbs/data/templates.ipynb #d385a390
@@ -629,7 +671,8 @@ def encode_replies(tok: Any, replies: Sequence[Reply]) -> list[list[int]]:
     long = [[*s, *letters.hidden(r.said)] for s, r in zip(short, replies)]
     tools = [r.tools for r in replies]
     out = []
-    for before, after, reply in zip(_render(tok, short, False, tools), _render(tok, long, True, tools), replies):
+    texts = zip(_render(tok, short, False, tools), _render(tok, long, True, tools))
+    for (before, after), reply, talk in zip(texts, replies, long):
         end = tok.decode([reply.ended])
         kept = before[: before.rfind(end) + len(end)] if end in before else before
         if not after.startswith(kept):
@@ -638,7 +681,8 @@ def encode_replies(tok: Any, replies: Sequence[Reply]) -> list[list[int]]:
             raise DataError(
                 f"The chat template rewrites an answer once it is replied to: token {n} is "
                 f"{tok.decode(a[n : n + 1])!r} at first and {tok.decode(b[n : n + 1])!r} then, so the tokens that were "
-                "drawn would not be those that are read. Another template keeps them: model.chat_template=chatml."
+                "drawn would not be those that are read. Another template keeps them: "
+                f"model.chat_template={_other(tok, talk, reply.tools)}."
             )
         out.append(letters.read(after[len(kept) :], True))
     return out

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ..config import LoraSettings, ModelConfig
-from ..data.templates import CHATML
+from ..data.templates import template_of
 from ..data.worlds import FIRST_WORLD, model_world
 from ..core import DTYPES, ConfigError, ModelError, Precision, check_choice, decide_precision, evaluating
 from rlhf_nb.models.files import (
@@ -126,9 +126,10 @@ def load_tokenizer(cfg: ModelConfig) -> Any:
 
     Args:
         cfg: `tokenizer`, else `name_or_path`, is a directory, GGUF file, hub name, short name or the name of a
-            world; `chat_template` is Jinja text, a file, or "chatml".
+            world; `chat_template` is told as `template_of` says.
 
     Raises:
+        ConfigError: the chat template is no name, file or Jinja text.
         ModelError: there is no tokenizer at that place, or it has no EOS token.
     """
     name = cfg.tokenizer or named(cfg)
@@ -159,10 +160,7 @@ def load_tokenizer(cfg: ModelConfig) -> Any:
         trust = cfg.trust_remote_code
         tokenizer = pretrained(kind, name, "tokenizer", trust_remote_code=trust, revision=cfg.revision)
     if cfg.chat_template is not None:
-        text = CHATML if cfg.chat_template == "chatml" else cfg.chat_template
-        file = Path(text).expanduser()
-        is_file = len(text) < 1024 and "\n" not in text and file.is_file()
-        tokenizer.chat_template = file.read_text(encoding="utf-8") if is_file else text
+        tokenizer.chat_template = template_of(cfg.chat_template)
     done = ensure_pad(tokenizer)
     if done:
         _log.info("%s: %s", name, done)

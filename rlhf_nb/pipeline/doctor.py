@@ -27,7 +27,7 @@ from ..config import DataConfig, ModelConfig, TrainConfig
 from ..core import ConfigError, DataError, Precision, RlhfError, decide_precision, printable, probe_gpu
 from ..core import read_interval
 from ..data.formats import DataWarning, prompt_text
-from ..data.templates import as_chat, speaks_chat
+from ..data.templates import as_chat, speaks_chat, template_of
 from rlhf_nb.data.sources import (
     LengthReport, deduplicate, length_report, row_lengths,
 )  # fmt: skip
@@ -718,7 +718,7 @@ def load_start(model: ModelConfig) -> StageStart:
     if kind == "adapter":
         where = find_model(base_of_adapter(where))[1]
     if model.chat_template is not None:
-        tokenizer.chat_template = model.chat_template
+        tokenizer.chat_template = template_of(model.chat_template)
     return StageStart(tokenizer, pretrained(AutoConfig, where, **options))
 
 # %% ../../nbs/pipeline/doctor.ipynb #3768c6ee

@@ -25,7 +25,7 @@ from ..core import ConfigError, DataError, derive_seed, did_you_mean
 from ..data.formats import Message
 from ..data.shapes import DataNote
 from ..data.sources import tokenize_prompts
-from ..data.templates import CHATML, Reply, encode_prompts, encode_replies, set_chat_template
+from ..data.templates import Reply, encode_prompts, encode_replies, set_chat_template
 from ..fast.support import unwrapped
 from .backends import Request, Sampler
 from .sampler import addresses, earlier, pad_id
@@ -90,7 +90,6 @@ class EpisodeConfig(StrictConfig):
     form: Literal["auto", "hermes", "llama3", "json"] = option(
         "auto", "how calls are written; auto: as the chat template shows them"
     )
-    chatml: bool = option(False, "write dialogues in ChatML with tools instead of the model's own template")
     max_turns: int = option(8, "turns of the policy in an episode", ge=1)
     max_tokens: int | None = option(
         None, "tokens of an episode, drawn and observed; null: as the model's window allows", ge=1
@@ -360,7 +359,7 @@ class Episodes(Sampler):
         inner: draws the turns.
         kinds: of environments, as `environment_kinds` says.
         config: limits.
-        tokenizer: with a chat template; one without gets `templates.CHATML` where there are tools, or a plain one.
+        tokenizer: with a chat template; one without gets ChatML where there are tools, or a plain one.
         window: most tokens of a row; None: no limit.
 
     Raises:
@@ -375,9 +374,8 @@ class Episodes(Sampler):
         self.inner, self.kinds, self.config, self.tokenizer = inner, dict(kinds), config, tokenizer
         self.name, self.exact = f"episodes of {inner.name}", inner.exact
         self.window, self._told, self._tried = window or 1 << 40, set[str](), set[str]()
-        if config.chatml or (not tokenizer.chat_template and any(kind.schemas for kind in self.kinds.values())):
-            tokenizer.chat_template = CHATML
-        set_chat_template(tokenizer)
+        tools = any(kind.schemas for kind in self.kinds.values())
+        set_chat_template(tokenizer, "chatml" if tools and not tokenizer.chat_template else None)
         self.form = call_form(str(tokenizer.chat_template)) if config.form == "auto" else config.form
         for kind in self.kinds.values():
             self._check_template(kind)
@@ -393,7 +391,7 @@ class Episodes(Sampler):
                 raise
             raise ConfigError(
                 f"the chat template has no place for tools, so the model would never see {names[0]!r}: "
-                "model.chat_template=chatml (or episodes.chatml=true) has one."
+                "model.chat_template=chatml has one."
             ) from e
         said: list[list[Message]] = [[{"role": "user", "content": "b"}]] if kind.ours else []
         said += [[{"role": "tool", "name": names[0], "tool_call_id": _call_id(0), "content": "b"}]] if names else []

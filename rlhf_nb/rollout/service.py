@@ -59,6 +59,7 @@ class StepTicket:
     temperature: float  # at which it was drawn
     drawing: Future[Drawn]
     said: Future[Scored] | None = None  # None: not asked, or in vain
+    further: tuple[StepTicket, ...] = ()  # answers to further prompts, which replace some of these
 
     def rollout(self) -> Rollout:
         """The answers, to be filled in."""
@@ -93,6 +94,17 @@ class Rollouts:
     def begin(self, ticket: StepTicket) -> None:
         """Take in a ticket that is drawn, and ask for its rewards."""
         self.tickets[ticket.number] = ticket
+        self._ask_now(ticket)
+
+    def add(self, more: StepTicket) -> StepTicket:
+        """Take in answers to further prompts of a ticket, drawn or being drawn; the ticket with them."""
+        before = self.tickets[more.number]  # stays as it is: a step that is given up goes back to it
+        self.tickets[more.number] = found = replace(before, further=(*before.further, more))
+        self._ask_now(more)
+        return found
+
+    def _ask_now(self, ticket: StepTicket) -> None:
+        """Ask for rewards, unless that would mean to wait for the answers here."""
         if self.at_once or ticket.drawing.done():
             self._ask(ticket)
 
@@ -124,8 +136,8 @@ class Rollouts:
         Args:
             ends: whether the run was told to end; then late rewards aren't waited for.
         """
-        told = list[dict[str, Any]]()
-        for t in self.tickets.values():
+
+        def told(t: StepTicket) -> dict[str, Any]:
             while t.said is not None and not (t.said.done() or ends()):
                 wait([t.said], 0.1)
             try:
@@ -134,10 +146,10 @@ class Rollouts:
                 said = None
             columns = {k: v for k, v in t.drawn.columns.items() if k != "environments"}  # over, and no data
             drawn = replace(t.drawn, columns=columns).columns_dict()
-            told.append(
-                {k: getattr(t, k) for k in ("number", "version", "temperature")} | {"drawn": drawn, "said": said}
-            )
-        return told
+            own = {k: getattr(t, k) for k in ("number", "version", "temperature")}
+            return own | {"drawn": drawn, "said": said, "further": [told(x) for x in t.further]}
+
+        return [told(t) for t in self.tickets.values()]
 
     def load_state_dict(self, told: list[dict[str, Any]], device: torch.device | str = "cpu") -> None:
         """Continue from `state_dict()`.
@@ -146,17 +158,22 @@ class Rollouts:
             told: by it.
             device: of the tickets' tensors.
         """
-        self.tickets = {}
-        for t in told:
+
+        def ticket_of(t: dict[str, Any]) -> StepTicket:
             drawn = Drawn(Rollout(**t["drawn"]).to(device))
             ticket = StepTicket(t["number"], t["version"], t["temperature"], future_of(drawn))
             if (said := t["said"]) is not None:
                 here = {k: v.to(device) for k, v in said["parts"].items()}
                 steps = None if said["steps"] is None else tuple(x.to(device) for x in said["steps"])
                 ticket.said = future_of(Scored(said["scores"].to(device), here, steps, said["stats"], said["seconds"]))
-            self.tickets[ticket.number] = ticket
-            if ticket.said is None and self.at_once:
-                self._ask(ticket)
+            ticket.further = tuple(ticket_of(x) for x in t.get("further", ()))
+            return ticket
+
+        self.tickets = {t["number"]: ticket_of(t) for t in told}
+        for ticket in self.tickets.values():
+            for one in (ticket, *ticket.further):
+                if one.said is None and self.at_once:
+                    self._ask(one)
 
     def close(self) -> None:
         """End the workers; what is drawn stays."""

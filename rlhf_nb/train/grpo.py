@@ -14,6 +14,7 @@ from ..config import PathText, option
 from ..losses.kl import KLKind
 from ..losses.group import Level, Per, group_kl, group_surrogate
 from ..losses.process import group_step_advantages, move_to_steps
+from ..rollout.service import StepTicket
 from .online import KLPrice, OnlineConfig, OnlineMethod, OnlineTrainer, online_presets
 from .registry import register
 from ..data.worlds import Row
@@ -122,19 +123,42 @@ class GRPO(OnlineMethod):
         r.advantages = torch.where(r.completion_mask, each[:, None], 0.0)
         return r
 
-    def collect(self, batch: PromptBatch, step: int) -> Rollout:
+    def collect(self, batch: PromptBatch | StepTicket, step: int) -> Rollout:
         """Answers with advantages; dead groups are replaced by further prompts for up to `resample` rounds."""
         answers = self.rollout(batch, step)
         scored = self.score(answers)
         r = self.noted(self.advantages(scored))
+        drawn = iter(batch.further) if isinstance(batch, StepTicket) else None
         for again in range(1, self.config.resample + 1):
             alive = self._alive(r)
-            prompts = None if alive.all() or self.more_prompts is None else self.more_prompts()
-            if prompts is None:
+            more: PromptBatch | StepTicket | None = None if drawn is None else next(drawn, None)
+            if drawn is None and not alive.all() and self.more_prompts is not None:
+                more = self.more_prompts()
+            if more is None:
                 break
-            fresh = self.leave_out_cut(self.advantages(self.score(self.rollout(prompts, step, again))))
+            fresh = self.leave_out_cut(self.advantages(self.score(self.rollout(more, step, again))))
             r = self._replace(r, alive, fresh)
         return r
+
+    def draw_further(self, step: int, pull: Callable[[], PromptBatch | None]) -> None:
+        """Rounds of `resample` that are due: the ticket's lag is shared out evenly between them and the first answers,
+        so that the rewards of all have time to come.
+        """
+        lag, rounds = self.config.rollouts.lag, self.config.resample
+        for number, ticket in sorted(self.rollouts.tickets.items()):
+            for again in range(len(ticket.further) + 1, rounds + 1):
+                due = max(ticket.version, number - lag + again * (lag + 1) // (rounds + 1))
+                prompts = pull() if step in (due, number) and self._lacks(ticket) else None
+                if prompts is None:
+                    break
+                ticket = self.rollouts.add(self.begun(prompts, number, step, again))
+
+    def _lacks(self, ticket: StepTicket) -> bool:
+        """Whether a ticket has more dead groups than its further prompts have live ones; waits for rewards."""
+        alive = []
+        for self.ticket in (ticket, *ticket.further):
+            alive.append(self._alive(self.score(self.ticket.rollout())))
+        return bool((~alive[0]).sum() > sum(x.sum() for x in alive[1:]))
 
     def _alive(self, r: Rollout) -> Tensor:
         """bool[B / G], groups whose scores differ."""

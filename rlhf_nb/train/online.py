@@ -434,26 +434,44 @@ class OnlineMethod(TextMethod):
             prompts = pull()
             if prompts is None:
                 break
-            self.heat(self.temperature)
-            self._check_kept(prompts.columns)
-            drawing = self.drawing(prompts, number, step)
-            self.rollouts.begin(StepTicket(number, step, self.temperature, drawing))
+            self.rollouts.begin(self.begun(prompts, number, step))
+        self.draw_further(step, pull)
         ticket = tickets.pop(step, None)
         if ticket is not None and self.rollouts.workers is not None:
-            with self.meter.time("wait_answers"), stops_at_once():
-                drawn = ticket.drawing.result()
-            self.sampler.slots_in_use = drawn.slots
-            self.meter.generated += int(drawn.rollout.completion_mask.sum())
+            for t in (ticket, *ticket.further):
+                with self.meter.time("wait_answers"), stops_at_once():
+                    drawn = t.drawing.result()
+                self.meter.generated += int(drawn.rollout.completion_mask.sum())
+            self.sampler.slots_in_use = ticket.drawing.result().slots
         return ticket
 
-    def drawing(self, prompts: PromptBatch, number: int, version: int) -> Future[Drawn]:
-        """The answers of a ticket, drawn here at once, or by workers while this process goes on."""
-        workers = self.rollouts.workers
+    def draw_further(self, step: int, pull: Callable[[], PromptBatch | None]) -> None:
+        """Begin what tickets need besides their own prompts, where it is due before this step."""
+
+    def begun(self, prompts: PromptBatch, number: int, step: int, again: int = 0) -> StepTicket:
+        """A ticket of step `number`, drawn by the weights of now: here at once, or by workers while this process goes
+        on.
+
+        Args:
+            prompts: this rank's.
+            number, step: of the step that learns from it, and of this one.
+            again: as in `rollout`.
+        """
+        self.heat(self.temperature)
+        self._check_kept(prompts.columns)
+        workers, seed = self.rollouts.workers, self.seed_of(again)
         if workers is None:
-            return future_of(Drawn(self.answers(prompts, number)))
-        workers.publish(version)
-        request = Request(prompts, self.config.sampling, self.tokenizer, self.config.seed, number, self.group)
-        return workers.draw(request, version)
+            drawing = future_of(Drawn(self.answers(prompts, number, seed=seed)))
+        else:
+            prompts.before = self.engine.repeats(prompts.uid)
+            workers.publish(step)
+            request = Request(prompts, self.config.sampling, self.tokenizer, seed, number, self.group)
+            drawing = workers.draw(request, step)
+        return StepTicket(number, step, self.temperature, drawing)
+
+    def seed_of(self, again: int) -> int:
+        """The seed of a step's answers, after so many rounds of it."""
+        return derive_seed(self.config.seed, "again", again) if again else self.config.seed
 
     def _check_kept(self, columns: Mapping[str, Any]) -> None:
         """Refuse, before the first of them is drawn, tickets whose columns no checkpoint could hold."""
@@ -482,14 +500,13 @@ class OnlineMethod(TextMethod):
             step: see `answers`.
             again: how many rounds of the same step came before.
         """
-        seed = self.config.seed if not again else derive_seed(self.config.seed, "again", again)
         if self.kl is not None:
             self.kl.begin(step)
         self.ticket = prompts if isinstance(prompts, StepTicket) else None
         if isinstance(prompts, StepTicket):
             self.heat(prompts.temperature)
             return self.add_logps(prompts.rollout())
-        return self.add_logps(self.answers(prompts, step, seed=seed))
+        return self.add_logps(self.answers(prompts, step, seed=self.seed_of(again)))
 
     def rewarded(self, r: Rollout) -> tuple[Tensor, dict[str, Tensor]]:
         """Scores and parts of a rollout: asked for now, or before, where it was drawn ahead."""
@@ -677,7 +694,7 @@ def check_workers(method: OnlineMethod) -> None:
     cfg, engine = method.config, method.engine
     wrong = {
         f"the policy is on {engine.device}, and they compute on CPUs": engine.device.type != "cpu",
-        f"there are {engine.world_size} processes that learn": engine.world_size > 1,
+        "each process that learns holds only a part of the weights": getattr(engine.strategy, "cuts_weights", False),
         "sampling.sampler=continuous has threads of its own": cfg.sampling.sampler == "continuous",
         "decoder draws in more ways than one": cfg.decoder != _PLAIN, method.draws_besides: bool(method.draws_besides),
     }  # fmt: skip
