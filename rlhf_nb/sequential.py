@@ -149,6 +149,8 @@ def _blocks_and_errors(values: Any, error: Any) -> tuple[_Floats, _Floats]:
     if error is None:
         return x, np.maximum(np.broadcast_to(own, x.shape), 1e-12)
     told = np.broadcast_to(np.asarray(error, dtype=np.float64), all_points.shape)
+    top = np.fmax.reduce(told, -1, keepdims=True)  # equal answers have an error of 0, which says nothing of the noise
+    told = np.maximum(np.where(told > 0, told, top), top / 1000)
     size = all_points.shape[-1] // x.shape[-1]
     return x, np.maximum(np.fmax(np.sqrt(in_blocks(told**2) / size), own), 1e-12)
 
@@ -175,10 +177,13 @@ def fall(values: Any, error: Any = None) -> Fall | None:
 
     Args:
         values: float64[n], a curve, old values first.
-        error: standard error of each value; None, or where it is smaller: from the values themselves.
+        error: standard error of each value; None, or where it is smaller: from the values themselves. Where it is 0
+            (all answers of an evaluation got the same), the largest of the others counts.
 
     Source: the mixture of Robbins (1970) over cuts, as in Shin, Ramdas and Rinaldo, arXiv 2203.03532.
     """
+    if error is not None and not np.any(np.asarray(error) > 0):
+        error = None
     if len(values) < (LEAST if error is None else _STRETCHES[0] + _AFTER):
         return None
     x, spread = _blocks_and_errors(values, error)

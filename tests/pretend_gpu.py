@@ -2,7 +2,9 @@
 
 Inside `pretend()`, `x.to("cuda")` and `torch.zeros(..., device="cuda")` give tensors whose numbers and control flow are real. An operation
 that mixes both devices fails as it would on a GPU. What makes the host wait is noted with the line of the package that asked for it: a
-number or a list read from a tensor, a copy to the host, and every operation whose result's shape depends on values.
+number or a list read from a tensor, a copy to the host, every operation whose result's shape depends on values, and a copy from the host
+that isn't `non_blocking`: `.to`, `.cuda`, `copy_`, a tensor made on the device of Python's numbers, an index or a value of the host's.
+A number that only fills (`torch.full`, `x[i] = 1.0`) goes along with the kernel.
 """
 
 from __future__ import annotations
@@ -26,6 +28,12 @@ WAITS = {  # operations that a GPU must have finished before the host knows what
 }  # fmt: skip
 BY_INDEX = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
 MOVES = {"copy_", "_to_copy"}
+COPIED = {"tensor", "as_tensor", "asarray", "new_tensor"}  # made on the host, then copied
+WITH_VALUES = {
+    "__setitem__": 2,
+    "copy_": 1,
+    "where": 1,
+}  # from which argument on a tensor of no dimensions is copied, too
 
 
 class Waits:
@@ -114,6 +122,8 @@ class OnGPU(torch.Tensor):
         )
         if name in WAITS or by_mask:
             _waits.note(f"{name} by a mask" if by_mask else name)
+        elif plain and not (kwargs.get("non_blocking") or name == "copy_" and args[2:] == (True,)):
+            _waits.note(f"{name} from the host" if isinstance(args[0], OnGPU) else f"{name} to the host")
         inner_kwargs.pop("device", None)
         out = func(*inner_args, **inner_kwargs)
 
@@ -157,6 +167,13 @@ def up(x: Tensor) -> Any:
     return _Up.apply(x) if x.requires_grad and not x.is_leaf else OnGPU(x.detach().clone(), x.requires_grad)  # type: ignore[no-untyped-call]
 
 
+def sent(x: Tensor, quick: bool) -> Any:
+    """Copied up; without `non_blocking` the host waits until it is there."""
+    if not quick and not isinstance(x, OnGPU):
+        _waits.note("a copy from the host")
+    return up(x)
+
+
 class _Mode(TorchFunctionMode):
     """What names devices."""
 
@@ -165,7 +182,7 @@ class _Mode(TorchFunctionMode):
         first = args[0] if args else None
         if isinstance(first, Tensor):
             if name == "cuda":
-                return up(first)
+                return sent(first, bool(kwargs.get("non_blocking") or True in args[1:]))
             if name == "pin_memory":
                 return first
             if name in ("cpu", "numpy") and isinstance(first, OnGPU):
@@ -174,6 +191,10 @@ class _Mode(TorchFunctionMode):
             if name == "tolist" and isinstance(first, OnGPU):
                 _waits.note(name)
                 return first.inner.tolist()
+            if name in WITH_VALUES and isinstance(first, OnGPU) and not kwargs.get("non_blocking"):
+                for value in args[WITH_VALUES[name] :]:  # below, a tensor of no dimensions looks like a number
+                    if isinstance(value, Tensor) and not isinstance(value, OnGPU) and not value.dim():
+                        _waits.note("a value from the host")
             if name in ("to", "type_as"):
                 return self.move(func, first, args[1:], kwargs)
             if (
@@ -187,9 +208,11 @@ class _Mode(TorchFunctionMode):
                 return None
         if name == "pad_sequence" and isinstance(first[0], OnGPU):  # C++ that asks the first of them where it is
             return OnGPU(func([x.inner for x in first], *args[1:], **kwargs))
-        if there(kwargs.get("device")):
-            kwargs.pop("device")
+        if there(kwargs.get("device")) or name == "new_tensor" and isinstance(first, OnGPU):
+            kwargs.pop("device", None)
             made = func(*args, **kwargs)
+            if name in COPIED and isinstance(made, Tensor):
+                return sent(made, False)
             return up(made) if isinstance(made, Tensor) else made
         if here(kwargs.get("device")) and isinstance(first, OnGPU) and name.startswith("new_"):
             return func(first.inner, *args[1:], **kwargs)
@@ -206,10 +229,10 @@ class _Mode(TorchFunctionMode):
                 target = a
             else:
                 rest.append(a)
-        kwargs.pop("non_blocking", None)
+        quick = bool(kwargs.pop("non_blocking", False) or rest and rest[-1] is True)
         rest = [a for a in rest if isinstance(a, torch.dtype)]
         if target is not None and there(target):
-            x = up(x)
+            x = sent(x, quick)
         elif target is not None and here(target) and isinstance(x, OnGPU):
             _waits.note("to the CPU")
             x = x.inner.clone()

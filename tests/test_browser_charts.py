@@ -13,10 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 from test_browser import FLAGS, browser_path, until
+from test_imported import state
 from test_payloads import HTML, PAYLOADS, filled
 
+from rlhf_nb.run.log import RunDir
+from rlhf_nb.widgets import board
 from rlhf_nb.widgets.board import serve_board
 from rlhf_nb.widgets.report import report
+from rlhf_nb.widgets.runs import Runs, remarks_of
 
 MISSING = [] if importlib.util.find_spec("playwright") else ["playwright"]
 MISSING += [] if browser_path() else ["a Chromium (chromium, google-chrome, or `playwright install chromium`)"]
@@ -76,6 +80,17 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture
+def steered(tmp_path: Path) -> Iterator[tuple[str, Path]]:
+    """The address of a board that changes things, its word in it, and the folder."""
+    folder, said = tmp_path / "runs", list[str]()
+    folder.mkdir()
+    server = serve_board(folder, port=0, block=False, say=said.append, steer=True)
+    yield said[0].split()[0], folder
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
 def served(tmp_path: Path) -> Iterator[tuple[str, Path]]:
     """The address of a board, and the folder whose runs it shows."""
     folder = tmp_path / "runs"
@@ -94,7 +109,7 @@ class Visit:
         self.page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
         self.page.on("pageerror", lambda e: self.wrong.append(str(e)))
         self.page.on("console", lambda m: self.wrong.append(m.text) if m.type in ("error", "warning") else None)
-        here = address.partition("#")[0]
+        here = re.split("[?#]", address)[0]
         self.page.on("request", lambda r: None if r.url.startswith(here) else self.wrong.append(f"asked {r.url}"))
         self.page.goto(address)
 
@@ -239,6 +254,68 @@ def test_the_board_lists_compares_and_comes_back(browser: Any, served: tuple[str
     assert not visit.wrong
 
 
+def test_a_person_writes_a_note_averages_and_forks(
+    browser: Any, steered: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address, folder = steered
+    for i in range(3):
+        write_run(folder / f"ppo-{i}", seed=i)
+        write_run(folder / f"dear-{i}", seed=i, coef=0.1)
+    write_run(folder / "live", seed=9, ends=False)
+    child = write_run(folder / "ppo-0-fork100-1", coef=0.4)
+    (child / "fork.json").write_text(json.dumps({"parent": "../ppo-0", "at": 100, "changed": ["kl_coef: 0.05 -> 0.4"]}))
+    begun: list[Any] = []
+    monkeypatch.setattr(board, "start_fork", lambda *told: begun.append(told) or folder / "fork-100.log")
+    looking = Visit(browser, address.partition("?")[0] + "#run=live")  # without the word: nothing to press
+    looking.page.wait_for_selector(".u-over")
+    assert not looking.page.get_by_role("button", name="pause").count()
+
+    visit = Visit(browser, address)
+    page = visit.page
+    page.get_by_label("tags and note of ppo-0", exact=True).click()
+    page.get_by_label("tags, with commas between").fill("baseline, toy, toy")
+    page.get_by_label("note", exact=True).fill("the one in the report")
+    page.get_by_role("button", name="keep").click()
+    until(lambda: page.locator("td", has_text="the one in the report").count(), 10, "the note in the table")
+    assert remarks_of(folder / "ppo-0") == {"note": "the one in the report", "tags": ["baseline", "toy"]}
+    page.locator(".rb-tag", has_text="toy").click()
+    assert page.locator(".rb-runs tbody tr").count() == 1
+    page.get_by_label("filter").fill("")
+    page.get_by_role("button", name="mean over seeds").click()
+    rows = page.locator(".rb-runs tbody tr").all_text_contents()
+    assert len(rows) == 4 and sum("and 2 other seeds" in r and "±" in r for r in rows) == 2
+    page.locator("summary", has_text="every run").click()
+    assert page.locator(".rb-plane circle").count() == 4
+    page.get_by_role("button", name="mean over seeds").click()
+    assert page.locator(".rb-plane circle").count() == 8 and "gold" in page.locator(".rb-plane > title").text_content()
+
+    page.goto(address + "#run=ppo-0")
+    page.locator("summary", has_text="futures of this run").wait_for()
+    assert "from step 100: kl_coef: 0.05 -> 0.4" in page.locator(".rb-tree").text_content()
+    page.mouse.click(*visit.over(0, 0.5))
+    page.locator("span", has_text=re.compile("another future from step (9|1)")).wait_for()
+    page.get_by_label("its new value").fill("evil.py")
+    page.get_by_role("button", name="begin it").click()
+    page.locator("[role=status]", has_text="takes a number").wait_for()
+    page.get_by_label("its new value").fill("0.2")
+    page.get_by_role("button", name="begin it").click()
+    until(lambda: begun, 10, "a fork")
+    ((place, step, changes),) = begun
+    assert place == folder / "ppo-0" and 95 <= step <= 105 and changes == {"kl_coef": 0.2}
+    page.locator(".rb-tree button", has_text="fork100").click()
+    page.locator("summary", has_text="pairs of one seed").wait_for()
+    assert "one pair: no interval" in page.locator("main").text_content()
+
+    page.goto(address + "#run=live")
+    page.get_by_role("button", name="pause").click()
+    page.locator("[role=status]", has_text="pause: asked").wait_for()
+    assert '"pause"' in RunDir(folder / "live").control_path.read_text()
+    for width in (400, 1000):
+        page.set_viewport_size({"width": width, "height": 900})
+        assert visit.wide() <= 0
+    assert not visit.wrong and not looking.wrong
+
+
 def test_a_hundred_thousand_steps(browser: Any, served: tuple[str, Path]) -> None:
     """Opened in two seconds (counted without the waiting for a busy machine), answered in 50 ms, in 60 MB; what is zoomed into is exact."""
     address, folder = served
@@ -279,19 +356,33 @@ def test_a_hundred_thousand_steps(browser: Any, served: tuple[str, Path]) -> Non
     assert not visit.wrong
 
 
-def test_no_payload_runs_on_board_or_report(browser: Any, served: tuple[str, Path], tmp_path: Path) -> None:
-    """Names of runs, metrics and settings, answers, events: none of the forty becomes more than text."""
-    address, folder = served
+def test_no_payload_runs_on_board_or_report(
+    browser: Any, steered: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names of runs, metrics and settings, answers, events, notes, tags, forks, other programs' metrics: none of the forty becomes more than text."""
+    address, folder = steered
     filled(folder, PAYLOADS)
+    monkeypatch.setattr(board, "start_fork", lambda *told: folder)  # all is clicked below
+    runs = Runs(folder)
     for i, word in enumerate(HTML):
         name = word.replace("/", "\u2215")[:200]
-        write_run(folder / f"{name}{i}", steps=3)
+        made = write_run(folder / f"{name}{i}", steps=3, seed=i)
+        (made / "fork.json").write_text(
+            json.dumps({"parent": f"../{HTML[0].replace('/', chr(0x2215))}0", "at": 1, "changed": [word]})
+        )
+        runs.note(f"{name}{i}", word)
+        runs.tag(f"{name}{i}", word)
+    state(folder / "trl", steps=3, names=tuple(PAYLOADS), **dict.fromkeys(HTML, 1))
     visit = Visit(browser, address)
     visit.page.wait_for_selector(".rb-runs tbody tr")
-    assert visit.page.locator(".rb-runs tbody tr").count() == len(HTML) + 1
-    for name in ("run", HTML[0].replace("/", "\u2215") + "0"):
+    assert visit.page.locator(".rb-runs tbody tr").count() == len(HTML) + 2
+    visit.page.get_by_label("tags and note of").nth(3).click()
+    visit.page.get_by_role("button", name="keep").click()
+    visit.page.locator("dialog").wait_for(state="detached")
+    visit.page.get_by_role("button", name="mean over seeds").click()
+    for name in ("run", "trl", HTML[0].replace("/", "\u2215") + "0"):
         visit.page.evaluate("name => { location.hash = new URLSearchParams([['run', name]]); }", name)
-        visit.page.wait_for_selector(".rb-part")
+        visit.page.wait_for_selector(".rb-run")
         visit.page.evaluate("document.querySelectorAll('details').forEach(d => { d.open = true; })")
         visit.page.wait_for_timeout(300)
         for event in ("mouseover", "focus", "toggle", "click"):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import csv
 import inspect
 import json
 import math
+import os
 import random
 import re
 import statistics
@@ -19,6 +21,7 @@ import torch
 import yaml
 
 from rlhf_nb import learn
+from rlhf_nb.core import ConfigError
 from rlhf_nb.learn.checks import judge, run_again
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -250,3 +253,71 @@ def test_one_wrong_file_stops_no_other(tmp_path: Path) -> None:
     (tmp_path / "f.json").write_bytes(b"\xff\xfe\x00")
     rows = learn.grade(tmp_path, seed=0).read_text().splitlines()[1:]
     assert len(rows) == 5 and sum("no submission" in r for r in rows) == 4 and "d,nope,no such exercise" in rows
+
+
+SOLVED = {"kind": "right", "code": "def f(s): return 1", "when": "2026-11-26"}
+DAMAGED = [
+    "",
+    "[]",
+    "3",
+    "null",
+    '"ab"',
+    "{",
+    '[["a", 1]]',
+    '{"rloo": 3}',
+    '{"rloo": null}',
+    '{"rloo": {"kind": 5, "code": "x"}}',
+    '{"rloo": {"kind": "right"}}',
+]
+
+
+@pytest.mark.parametrize("text", [*DAMAGED, "\xff", "a pipe", "a folder"])
+def test_progress_that_is_damaged(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing stops; whole entries count, and the file is moved aside before another takes its place."""
+    kept = tmp_path / "learn.json"
+    monkeypatch.setenv("RLHF_NB_LEARN", str(kept))
+    match text:
+        case "a pipe":
+            os.mkfifo(kept)
+        case "a folder":
+            kept.mkdir()
+        case _:
+            kept.write_bytes(text.encode("latin-1"))
+    assert "0 of 3" in learn.course_command([])
+    learn.submit("ada", tmp_path / "ada.json")
+    assert json.loads((tmp_path / "ada.json").read_text())["answers"] == {}
+    assert not learn.check("rloo", lambda s: 1.0) and list(json.loads(kept.read_text())) == ["rloo"]
+    assert (tmp_path / "learn.damaged").exists()
+    kept.write_text(json.dumps({"rloo": SOLVED, "wins": 3}))
+    assert "rloo right" in learn.course_command([])
+
+
+@pytest.mark.parametrize(
+    "student", ["", ".", "..", "../ada", "/tmp/ada", "a/b", "a\\b", "-rf", "a\nb", "a\0b", "x" * 300]
+)
+def test_a_student_is_no_path(student: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="submit: a file is named after"):
+        learn.submit(student)
+    assert not list(tmp_path.iterdir()) and learn.submit("Zoë O'Neil-2").name == "Zoë O'Neil-2.json"
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["quiz ²", "quiz -1", "quiz 99", "quiz 1 a", "quiz 1 z z z z z", "quiz 1 ab a a a a", "submit", "grade", "mark 3"],
+)
+def test_words_that_are_none(words: str) -> None:
+    with pytest.raises(ConfigError):
+        learn.course_command(words.split())
+
+
+@pytest.mark.parametrize("student", ["=cmd|' /C calc'!A0", "+1", "-1", "@SUM(A1)", "\t=1", "\x1b[31mred"])
+def test_a_table_holds_no_formula_and_no_command(student: str, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps({"student": student, "answers": {"nope": "1", "=1": "1"}}))
+    for row in list(csv.reader(learn.grade(tmp_path, seed=0).read_text().splitlines()))[1:]:
+        assert not any(cell[:1] in "=+-@\t" or "\x1b" in cell for cell in row)
+
+
+@pytest.mark.slow
+def test_a_submission_has_a_limit_of_memory() -> None:
+    assert run_again("rloo", "x = [bytearray(10**9) for _ in range(20)]\ndef f(s): return 1", 3) == "crashed"

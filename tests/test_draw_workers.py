@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import random
@@ -203,6 +204,53 @@ def test_a_worker_that_keeps_dying(tmp_path: Path) -> None:
     assert not running()
 
 
+class NoPlace:
+    """A context on a machine that has no place for another process: where Python asks for it, an error of its own kind."""
+
+    def __init__(self, where: str, error: OSError) -> None:
+        self.where, self.error, self.real = where, error, forked.context()
+
+    def Pipe(self) -> Any:
+        return self.fails() if self.where == "pipe" else self.real.Pipe()
+
+    def Process(self, **how: Any) -> Any:
+        process = self.real.Process(**how)
+        if self.where == "start":
+            process.start = self.fails
+        return process
+
+    def fails(self) -> Any:
+        raise self.error
+
+
+@pytest.mark.parametrize("where", ["pipe", "start"])
+@pytest.mark.parametrize("code", [errno.EAGAIN, errno.EMFILE, errno.ENOMEM])
+def test_a_worker_that_cannot_be_started(
+    where: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollout_workers, "CONTEXT", NoPlace(where, OSError(code, os.strerror(code))))
+    parts = lambda: (torch.nn.Linear(1, 1), OurSampler(), None, None)
+    crew = rollout_workers.Workers(2, 2, parts)
+    crew.publish(0)
+    job = rollout_workers._Job(b"")
+    thread = threading.Thread(target=crew._tend, args=(0, crew.crew), daemon=True)
+    thread.start()
+    crew.crew.jobs.put(job)
+    with pytest.raises(RewardError, match=f"could not be started: .*{os.strerror(code)}"):
+        job.answer.result(30)
+    crew.close()
+    thread.join(0.01)
+
+
+def test_no_more_workers_than_prompts(tmp_path: Path) -> None:
+    t = drawn_by("raft", tmp_path, 0, 1000, steps=2)
+    seen = list[int]()
+    t.method.finish_step = lambda step: seen.append(len(running()))
+    t.fit()
+    crew = t.method.rollouts.workers
+    assert len(seen) == 2 and max(seen) <= t.config.rollout_batch_size and crew.count == 1000 and not running()
+
+
 class Refusing(OurSampler):
     """A sampler that fails in workers."""
 
@@ -213,7 +261,7 @@ class Refusing(OurSampler):
 
 
 def test_nothing_is_left_after_an_exception(tmp_path: Path) -> None:
-    with pytest.raises(RewardError, match="ZeroDivisionError: no"):
+    with pytest.raises(RewardError, match=r"ZeroDivisionError: no .in a worker, .*test_draw_workers.py:\d+"):
         drawn_by("raft", tmp_path / "a", 1, 2, Refusing()).fit()
     assert not running()
     t = drawn_by("raft", tmp_path / "b", 2, 2, Slow())

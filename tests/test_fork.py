@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,13 @@ import pytest
 
 from rlhf_nb.core import RunError
 from rlhf_nb.pipeline.fork import family, prepare_fork, run_fork, settings_of
+from rlhf_nb.run.control import start_fork
 from rlhf_nb.run.log import RunDir, read_metrics
 from rlhf_nb.train.dpo import DPOConfig
 from rlhf_nb.train.grpo import GRPOConfig
 from rlhf_nb.train.ppo import PPOConfig
 from rlhf_nb.train.stage import run_stage
+from rlhf_nb.widgets.runs import Runs
 
 SMALL: dict[str, Any] = {"epochs": None, "console": False, "mini_batch_size": 8}
 DRAWN = {"sampling": {"max_new_tokens": 8}, "rollout_batch_size": 16, "reward": "gold"}
@@ -127,3 +130,18 @@ def test_a_fork_that_was_killed_while_it_was_made_is_no_run(
     made = prepare_fork(run, 3, [], tmp_path / "fork")
     run_fork(made)
     assert weights(made.folder) == weights(run) and family(made.folder)[-1].at == 3
+
+
+@pytest.mark.slow
+def test_a_click_begins_a_future_in_a_process_of_its_own(run: Path) -> None:
+    """What the board and the cockpit call: the command runs to its end, and its first step draws the parent's answers."""
+    log = start_fork(run, 4, {"kl_coef": 0.9, "optimizer.lr": 1e-4})
+    child, begin = run.with_name("run-fork4-1"), time.monotonic()
+    while not (child / "model").exists() and time.monotonic() - begin < 240:
+        time.sleep(0.5)
+    assert (child / "model").exists(), log.read_text()
+    assert settings_of(child)[1].kl_coef == 0.9 and settings_of(child)[1].optimizer.lr == 1e-4
+    mine, theirs = steps(child), steps(run)
+    assert mine[4] == theirs[4] and mine[5]["objective/scores"] == theirs[5]["objective/scores"]
+    (told,) = (f for f in Runs(run.parent).futures("run") if f["name"] == "run-fork4-1")
+    assert told["at"] == 4 and told["depth"] == 1 and "kl_coef: 0.2 -> 0.9" in told["changed"]

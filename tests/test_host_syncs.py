@@ -14,8 +14,10 @@ from rlhf_nb.core import Precision
 from rlhf_nb.data import toy
 from rlhf_nb.run.engine import Engine
 from rlhf_nb.train.registry import get
+from rlhf_nb.types import sent_together
 
-MOST = 2
+MOST = {"sft": 1, "dpo": 1, "reward": 1, "kto": 2, "ppo": 2, "grpo": 2, "rloo": 2}  # waits of a step with one update
+BUDGETS = {"sft": 96, "dpo": 96, "reward": 96, "kto": 96, "ppo": 80, "grpo": 44, "rloo": 26}  # at least 3 micro-batches
 SETTINGS: dict[str, Any] = {
     "console": False, "epochs": None, "seed": 1, "steps": 4, "mini_batch_size": 8, "rollout_batch_size": 8, "token_budget": 160, "num_inner_epochs": 1,
     "optimizer": {"lr": 1e-3, "schedule": "constant", "weight_decay": 0.01}, "save_every": None,
@@ -59,16 +61,20 @@ def trainer(method: str, folder: Path, device: torch.device, given_on_cpu: bool 
     return make(config, net, toy.build_tokenizer(), rows=rows(method), eval_rows=[], engine=Engine(precision), **given)
 
 
+def quiet(own: Any, waits: Waits) -> Any:
+    """A function that may wait."""
+
+    def through(*args: Any, **kwargs: Any) -> Any:
+        with waits.paused():
+            return own(*args, **kwargs)
+
+    return through
+
+
 def steps(run: Any, waits: Waits | None, n: int = 3) -> tuple[list[dict[str, Any]], list[str]]:
     """Events of a few steps; and where the host waited in the last one, beside sampling."""
     if waits is not None and hasattr(run.method, "sampler"):
-        own = run.method.sampler.generate
-
-        def quietly(*args: Any, **kwargs: Any) -> Any:
-            with waits.paused():
-                return own(*args, **kwargs)
-
-        run.method.sampler.generate = quietly
+        run.method.sampler.generate = quiet(run.method.sampler.generate, waits)
     run.start()
     events = [run.train_step() for _ in range(n - 1)]
     if waits is not None:
@@ -80,11 +86,34 @@ def steps(run: Any, waits: Waits | None, n: int = 3) -> tuple[list[dict[str, Any
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_host_waits_at_most_twice_a_step(method: str, tmp_path: Path) -> None:
-    plain, _ = steps(trainer(method, tmp_path / "cpu", torch.device("cpu")), None)
+    plain, _ = steps(trainer(method, tmp_path / "cpu", torch.device("cpu"), token_budget=BUDGETS[method]), None, 2)
+    pieces: list[int] = []
     with pretend() as waits:
-        found, places = steps(trainer(method, tmp_path / "gpu", CUDA), waits)
+        run = trainer(method, tmp_path / "gpu", CUDA, token_budget=BUDGETS[method])
+        cut = run.method.micro_batches
+        run.method.micro_batches = lambda mini: pieces.append(len(cut(mini))) or cut(mini)
+        found, places = steps(run, waits, 2)
     assert [e["loss"] for e in found] == pytest.approx([e["loss"] for e in plain], rel=1e-4, abs=1e-6)
-    assert len(places) <= MOST, "\n".join(places)
+    assert [e["updates"] for e in found] == [1] * len(found) and pieces[-1] >= 3  # several micro-batches add none
+    assert len(places) <= MOST[method], "\n".join(places)
+
+
+OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "DPO with an anchor": ("dpo", {"nll_coef": 0.1}),
+    "KTO of single answers": ("kto", {"loss": "bco"}),
+    "PPO with all that it may measure": ("ppo", {"missing_eos_penalty": 1.0, "normalize_scores": True}),
+    "GRPO per token, dead groups replaced": ("grpo", {"variant": "dapo", "resample": 1}),
+}
+
+
+@pytest.mark.parametrize("about", OPTIONS)
+def test_nothing_is_sent_while_the_host_waits(about: str, tmp_path: Path) -> None:
+    """Whatever else an option reads: what goes to the GPU goes from pinned memory, or with a kernel."""
+    method, over = OPTIONS[about]
+    with pretend() as waits:
+        found, places = steps(trainer(method, tmp_path, CUDA, **over), waits, 2)
+    assert found[-1]["updates"] == 1
+    assert waits.sent and not [p for p in places if "from the host" in p], "\n".join(places)
 
 
 OTHERS = {"online": 3, "nash": 3, "raft": 3, "distill": 2, "process": 1}  # how often the host may wait, beside sampling
@@ -114,18 +143,10 @@ def test_every_other_method_stays_on_one_device(method: str, tmp_path: Path, mon
         return make(config, net(), words, rows=data, eval_rows=[], engine=Engine(precision), **given)
 
     plain, _ = steps(run(torch.device("cpu")), None, 2)
-    mixed, looks = pairs.sample_mixture, []  # Nash-MD's own sampler
+    mixed, looks = pairs.sample_mixture, list[str]()  # Nash-MD's own sampler
     with pretend() as waits:
-
-        def quietly(*args: Any, **kwargs: Any) -> Any:
-            before, waits.places = waits.places, []
-            try:
-                return mixed(*args, **kwargs)
-            finally:
-                looks.append(len(waits.places))
-                waits.places = before
-
-        monkeypatch.setattr(pairs, "sample_mixture", quietly)
+        quietly = quiet(mixed, waits)
+        monkeypatch.setattr(pairs, "sample_mixture", lambda *a, **k: looks.append(method) or quietly(*a, **k))
         found, places = steps(run(CUDA), waits, 2)
     assert [e["loss"] for e in found] == pytest.approx([e["loss"] for e in plain], rel=1e-4, abs=1e-6)
     assert len(places) <= OTHERS[method], "\n".join(places)
@@ -176,7 +197,7 @@ def test_rows_without_padding_make_nobody_wait(method: str, tmp_path: Path, monk
     with pretend() as waits:
         found, places = steps(trainer(method, tmp_path / "gpu", CUDA), waits)
     assert [e["loss"] for e in found] == pytest.approx([e["loss"] for e in plain], rel=1e-4, abs=1e-6)
-    assert used and len(places) <= MOST, "\n".join(places)
+    assert used and len(places) <= MOST[method], "\n".join(places)
 
 
 @pytest.mark.parametrize("method", ["dpo", "ppo", "grpo"])
@@ -195,3 +216,42 @@ def test_a_mixture_of_devices_is_noticed() -> None:
         assert not waits.places
         assert float((x * 2).sum()) == 6 and x[x > 0].tolist() == [1, 1, 1]
         assert [p.split(" ", 1)[1] for p in waits.places] == ["_local_scalar_dense", "index by a mask", "tolist"]
+
+
+COPIES: dict[str, tuple[Any, bool]] = {  # what is done with a tensor on the GPU and one on the host; whether the host waits
+    "to": (lambda gpu, cpu: cpu.to("cuda"), True),
+    "to another's place": (lambda gpu, cpu: cpu.to(gpu), True),
+    "to, as another format": (lambda gpu, cpu: cpu.to("cuda", torch.float64), True),
+    "to, without waiting": (lambda gpu, cpu: cpu.to("cuda", non_blocking=True), False),
+    "to, where it is": (lambda gpu, cpu: gpu.to("cuda"), False),
+    "cuda": (lambda gpu, cpu: cpu.cuda(), True),
+    "cuda, without waiting": (lambda gpu, cpu: cpu.cuda(non_blocking=True), False),
+    "tensor": (lambda gpu, cpu: torch.tensor(3.0, device="cuda"), True),
+    "as_tensor of a number": (lambda gpu, cpu: torch.as_tensor(3, device="cuda"), True),
+    "as_tensor of what is there": (lambda gpu, cpu: torch.as_tensor(gpu, device="cuda"), False),
+    "new_tensor": (lambda gpu, cpu: gpu.new_tensor([1.0, 2.0]), True),
+    "copy_": (lambda gpu, cpu: gpu.copy_(cpu), True),
+    "copy_, without waiting": (lambda gpu, cpu: gpu.copy_(cpu, non_blocking=True), False),
+    "copy_ to the host": (lambda gpu, cpu: cpu.copy_(gpu), True),
+    "an index of the host's": (lambda gpu, cpu: gpu[torch.tensor([0, 2])], True),
+    "a list as index": (lambda gpu, cpu: gpu[[0, 2]], True),
+    "an index that is there": (lambda gpu, cpu: gpu[torch.arange(2, device="cuda")], False),
+    "values of the host's": (lambda gpu, cpu: gpu.__setitem__(slice(0, 2), cpu[:2]), True),
+    "one value of the host's": (lambda gpu, cpu: gpu.__setitem__(0, cpu[0]), True),
+    "a choice with a value of the host's": (lambda gpu, cpu: torch.where(gpu > 0, gpu, cpu[0]), True),
+    "a choice with a number": (lambda gpu, cpu: torch.where(gpu > 0, gpu, 2.0) + gpu.where(gpu > 0, 1.0), False),
+    "a number": (lambda gpu, cpu: gpu.__setitem__(0, 5.0), False),
+    "full": (lambda gpu, cpu: torch.full((), 3.0, device="cuda") + gpu.new_full((), 2.0), False),
+    "arithmetic with a number of the host's": (lambda gpu, cpu: gpu * cpu[0] + 1, False),
+    "sent": (lambda gpu, cpu: sent_together([cpu, cpu[0]], "cuda"), False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_a_copy_that_waits_is_noticed(how: str) -> None:
+    """As `torch.cuda.set_sync_debug_mode` counts them on a real GPU."""
+    act, waiting = COPIES[how]
+    with pretend() as waits:
+        gpu, cpu = torch.zeros(3, device="cuda"), torch.arange(3.0)
+        act(gpu, cpu)
+        assert len(waits.places) == waiting, waits.places

@@ -13,11 +13,12 @@ from test_tickets import make
 from typer.testing import CliRunner
 
 from rlhf_nb.cli.main import app
+from rlhf_nb.core import DataError
 from rlhf_nb.data import toy
 from rlhf_nb.rollout import workers as rollout_workers
 from rlhf_nb.rollout.backends import OurSampler
 from rlhf_nb.run.log import read_metrics
-from rlhf_nb.scale.overlap import overlap, step_times
+from rlhf_nb.scale.overlap import overlap, overlap_table, step_times
 
 
 class Elsewhere(OurSampler):
@@ -75,3 +76,23 @@ def test_the_command(tmp_path: Path) -> None:
     assert done.exit_code == 0 and "times as fast as without" in done.output, done.output
     empty = CliRunner().invoke(app, ["plan", "--rollouts", str(tmp_path / "none")])
     assert empty.exit_code == 1 and "has no step after the first 2" in " ".join(empty.output.split())
+
+
+ODD = [
+    {k: x for k in ("perf/generate_s", "perf/step_s", "perf/collect_s")}
+    for x in (0.0, 1e-12, -1.0, 1e300, 10**400, "x", None, [1])
+]
+ODD += [
+    {"perf/generate_s": 1.0, "perf/collect_s": 1.2, "perf/step_s": x}
+    for x in ("NaN", "Infinity", "-Infinity", None, {})
+]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=lambda odd: str(odd["perf/step_s"])[:20])
+def test_times_that_are_none(odd: dict[str, Any], tmp_path: Path) -> None:
+    """A damaged log: one sentence. A step that lasts for ever was simulated for ever."""
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps({"type": "step", "step": i} | odd) + "\n" for i in range(1, 6))
+    )
+    with pytest.raises(DataError, match="which can't be|in which answers were drawn"):
+        overlap_table(tmp_path, 2)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
 from rlhf_nb.bench.evals import scorer
@@ -22,12 +22,13 @@ from rlhf_nb.data.shapes import DataNote
 from rlhf_nb.data.sources import tokenize_preferences, tokenize_prompts, tokenize_sft
 from rlhf_nb.data.templates import encode_pair, encode_pairs, set_chat_template, train_bpe
 from rlhf_nb.decode.named import DecoderConfig
+from rlhf_nb.fast.support import use_fast
 from rlhf_nb.hub.card import _config_of
 from rlhf_nb.models.adapters import add_lora
 from rlhf_nb.models.heads import RewardModel
 from rlhf_nb.pipeline.doctor import check_model
 from rlhf_nb.pipeline.fork import compare_futures
-from rlhf_nb.rollout.sampler import may_share
+from rlhf_nb.rollout.sampler import draw, may_share
 from rlhf_nb.scoring.check import self_check
 from rlhf_nb.train.dpo import DPOConfig, DPOTrainer
 from rlhf_nb.train.entries import RewardEntry
@@ -60,24 +61,39 @@ def test_a_reward_model_in_an_evaluation_reads_what_it_reads_in_training(tmp_pat
     assert scorer([entry], TOK, "rule")([row["prompt"]], [row["completion"]], {}) == {"long": [1.0]}
 
 
-def loud(dtype: torch.dtype) -> LlamaForCausalLM:
+def loud(dtype: torch.dtype, kind: str = "llama") -> Any:
     """A tiny model whose logits are as large as a trained model's, so that half precision rounds them by tenths."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=512, hidden_size=128, intermediate_size=128, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2,
+    config = AutoConfig.for_model(
+        kind, vocab_size=512, hidden_size=128, intermediate_size=128, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2,
         bos_token_id=None, eos_token_id=1, pad_token_id=0, initializer_range=0.1, tie_word_embeddings=False,
     )  # fmt: skip
-    model = LlamaForCausalLM(config)
-    model.lm_head.weight.data *= 10
+    model = AutoModelForCausalLM.from_config(config)
+    model.get_output_embeddings().weight.data *= 10
     return model.to(dtype).eval()
 
 
-def test_rounding_in_half_precision_is_no_wrong_cache() -> None:
-    """The check of `generate` knows what rounding does to large logits, instead of refusing every trained model in bf16; a cache that is wrong is still refused."""
-    model, short, long = loud(torch.bfloat16), torch.arange(5, 40), torch.arange(20, 100)
-    with torch.inference_mode():
-        assert may_share(model, short, long, 0) == "all"
-    broken = loud(torch.bfloat16)
+HALVES = {  # number format of weights, of products under autocast
+    "bf16 weights": (torch.bfloat16, None),
+    "bf16 products": (torch.float32, torch.bfloat16),
+    "fp16 products": (torch.float32, torch.float16),
+}
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("half", HALVES)
+def test_rounding_in_half_precision_is_no_wrong_cache(half: str, kind: str) -> None:
+    """The check of `generate` knows what rounding does to large logits, instead of refusing every trained model in bf16 or
+    under autocast; a cache that is wrong is still refused."""
+    dtype, products = HALVES[half]
+    short, long = torch.arange(5, 40), torch.arange(20, 100)
+    rounded = torch.autocast("cpu", products, enabled=products is not None)
+    with torch.inference_mode(), rounded:
+        assert may_share(loud(dtype, kind), short, long, 0) == "all"
+        if kind == "llama":  # as a run samples that may not take its fast paths
+            with use_fast(False):
+                draw(loud(dtype), [short.tolist(), long.tolist()], 4, seed=1)
+    broken = loud(dtype, kind)
     plain = broken.forward
 
     def forward(*args: Any, past_key_values: Any = None, **more: Any) -> Any:
@@ -86,9 +102,23 @@ def test_rounding_in_half_precision_is_no_wrong_cache() -> None:
             found.logits = found.logits.roll(1, -1)
         return found
 
-    broken.forward = forward  # type: ignore[method-assign]
-    with torch.inference_mode(), pytest.raises(ModelError, match="doesn't say what"):
+    broken.forward = forward
+    with torch.inference_mode(), rounded, pytest.raises(ModelError, match="doesn't say what"):
         may_share(broken, short, long, 0)
+
+
+def test_float32_is_held_to_float32() -> None:
+    """What rounding to bf16 does would be a wrong cache where nothing is rounded to bf16."""
+    model, short, long = loud(torch.float32), torch.arange(5, 40), torch.arange(20, 100)
+    plain = model.forward
+
+    def forward(*args: Any, past_key_values: Any = None, **more: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16, enabled=past_key_values is not None):
+            return plain(*args, past_key_values=past_key_values, **more)
+
+    model.forward = forward
+    with torch.inference_mode(), pytest.raises(ModelError, match="doesn't say what"):
+        may_share(model, short, long, 0)
 
 
 def test_the_bound_of_the_self_check_knows_the_temperature() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,13 +12,15 @@ from typing import Any
 import patience
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
+from typer.testing import CliRunner
 
+from rlhf_nb.cli.main import app
 from rlhf_nb.config import LoraSettings
 from rlhf_nb.core import ConfigError, ModelError, decide_precision
 from rlhf_nb.models.adapters import add_lora
 from rlhf_nb.scale import topology
 from rlhf_nb.scale.plan import ASSUMPTIONS, plan, plan_table, sent_per_step, smallest_group
-from rlhf_nb.scale.predict import Machine, named_gpu, predict_step, simulate_failures
+from rlhf_nb.scale.predict import Machine, named_gpu, plan_report, predict_step, simulate_failures
 from rlhf_nb.scale.topology import (
     MOMENTS,
     NUMBER_FORMATS,
@@ -166,12 +170,23 @@ def test_prediction_against_a_measured_peak() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", ["flops: 0", "flops: .inf", "flops: fast", "flops: true", "links: 3.0e+9", "flops: -1.0e+12"]
+    "wrong",
+    [
+        "flops: 0",
+        "flops: .inf",
+        "flops: .nan",
+        "flops: 1.0e+300",
+        "flops: fast",
+        "flops: true",
+        "links: 3.0e+9",
+        "flops: -1.0e+12",
+        "products: 1.5",
+    ],
 )
 def test_a_machine_of_ones_own(wrong: str, tmp_path: Path) -> None:
     """Rates from a file are taken; a rate that is none is named, with what a machine has."""
     path = tmp_path / "mine.yaml"
-    rates = dict.fromkeys(Machine._fields[1:], 2.0e12)
+    rates = dict.fromkeys(Machine._fields[1:], 2.0e12) | {"products": 0.5}
     path.write_text("\n".join(f"{k}: {v:.1e}" for k, v in rates.items()), encoding="utf-8")
     assert named_gpu(str(path)) == Machine("mine", **rates)
     key = wrong.split(":")[0]
@@ -179,6 +194,46 @@ def test_a_machine_of_ones_own(wrong: str, tmp_path: Path) -> None:
     path.write_text("\n".join([*kept, wrong]), encoding="utf-8")
     with pytest.raises(ConfigError, match=key):
         named_gpu(str(path))
+
+
+ABSURD = [
+    "--memory 0",
+    "--memory -5",
+    "--memory nan",
+    "--memory inf",
+    "--host -1",
+    "--host nan",
+    "--price -1",
+    "--price nan",
+    "--price inf",
+]
+ABSURD += [
+    "--hours 0",
+    "--hours nan",
+    "--hours 1e9",
+    "--gpus 0",
+    "--gpus -1",
+    "--gpus 1.5",
+    "--on h1000",
+    "--on ''",
+    "--memory 80GB",
+]
+
+
+@pytest.mark.parametrize("words", ABSURD)
+def test_absurd_numbers_are_refused(words: str) -> None:
+    """No table of nothing that fits, and no price without end: a sentence that names the option or the GPU."""
+    typed = ["plan", "sft", "--toy", *([] if "--on" in words else ["--on", "h100"]), *shlex.split(words)]
+    done = CliRunner().invoke(app, typed)
+    said = re.sub(r"\x1b\[[0-9;]*m", "", done.output)
+    assert done.exit_code in (1, 2) and ("GPU" in said or words.split()[0] in said), said
+
+
+def test_a_small_price_is_not_nothing() -> None:
+    job, h100 = Job("dpo", 512, 512, token_budget=8192, mini_batch=512), named_gpu("h100")
+    for price, cell in ((0.0, "0"), (1e-6, "e-"), (1e-3, "0."), (1e6, ",")):
+        shown = plan_report(BIG, job, [64], h100, price=price).split("\n| 64 |")[-1].split("|")[-2].strip()
+        assert cell in shown and (float(shown.replace(",", "")) > 0) == (price > 0), shown
 
 
 def test_a_step_has_its_parts() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import importlib.util
+import io
 import json
 import os
 import re
@@ -12,7 +13,10 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
+import urllib.request
 import xml.etree.ElementTree as ET
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -20,16 +24,21 @@ from urllib.request import urlopen
 import numpy as np
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from rlhf_nb.cli.main import app as cli_app
 from rlhf_nb.core import RunError
 from rlhf_nb.run.health import health_of
 from rlhf_nb.run.log import EventLog, RunDir, read_metrics
 from rlhf_nb.widgets import reader as reader_module
+from rlhf_nb.widgets import report as report_module
+from rlhf_nb.widgets.board import serve_board
 from rlhf_nb.widgets.charts import Axes, Curve, Panel, line_chart, to_png
 from rlhf_nb.widgets.dashboard import Dashboard
+from rlhf_nb.widgets.imported import find_runs
 from rlhf_nb.widgets.kernel import front_end
 from rlhf_nb.widgets.panels import group_panels, still
-from rlhf_nb.widgets.reader import RunReader, Series, find_runs, open_runs
+from rlhf_nb.widgets.reader import RunReader, Series, open_runs
 from rlhf_nb.widgets.report import metrics_text, report, serve_metrics, watch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -472,6 +481,79 @@ def test_watch_in_a_pipe_ends_with_the_run(tmp_path: Path) -> None:
     watch(path, every=0.05, console=console)
     text = console.export_text()
     assert "waiting" in text and "ended: asked to stop" in text and "objective/kl" in text
+
+
+def test_watch_shows_a_pipeline_and_knows_that_there_is_none(tmp_path: Path) -> None:
+    """A folder's runs, those that go on in full; a pipeline between two stages isn't over; 1 where there is nothing."""
+
+    def seen(path: Path) -> str:
+        console = Console(file=io.StringIO(), width=100)
+        assert watch(path, console=console, once=True)
+        return console.file.getvalue()  # type: ignore[attr-defined]
+
+    for name, ends in (("sft", True), ("ppo", False)):
+        with closing(EventLog(RunDir(tmp_path / "demo" / name).metrics_path)) as log:
+            log.append("start", 0, method=name, total_steps=4)
+            for step in (1, 2, 3):
+                log.append("step", step, loss=1 / step)
+            if ends:
+                log.append("end", 3, reason=None)
+    text = seen(tmp_path / "demo")
+    assert (
+        "demo/sft: step 3 of 4, ended" in text and "demo/ppo: step 3 of 4, running" in text and text.count("loss") == 1
+    )
+    with closing(EventLog(RunDir(tmp_path / "demo" / "ppo").metrics_path)) as log:
+        log.append("end", 3, reason=None)
+    (tmp_path / "demo" / "config.yaml").write_text("seed: 0\n")
+    assert not report_module._look(open_runs(tmp_path / "demo"), {})[1], "the next stage may begin"
+    (tmp_path / "demo" / "results.json").write_text("{}")
+    assert report_module._look(open_runs(tmp_path / "demo"), {})[1] and seen(tmp_path / "demo").count("loss") == 2
+    runner = CliRunner()
+    assert runner.invoke(cli_app, ["watch", "--once", str(tmp_path / "demo")]).exit_code == 0
+    assert runner.invoke(cli_app, ["watch", "--once", str(tmp_path / "nothing")]).exit_code == 1
+
+
+def test_a_board_changes_nothing_without_its_word(tmp_path: Path) -> None:
+    """No word, a wrong one, one in the address, another site's name, a GET, a body that is no request: nothing is written."""
+    with closing(EventLog(RunDir(tmp_path / "ppo").metrics_path)) as log:
+        log.append("start", 0, method="ppo", total_steps=2)
+    for steer in (False, True):
+        said: list[str] = []
+        server = serve_board(tmp_path, port=0, block=False, say=said.append, steer=steer)
+        address, word = said[0].split()[0].partition("?")[0], said[0].split()[0].rpartition("=")[2]
+        remark = {"run": "ppo", "request": "remark", "note": "x", "tags": "y"}
+
+        def status(
+            told: Any = remark, word: str = "", at: str = "api/change", to: str = address, **headers: str
+        ) -> int:
+            body = told if isinstance(told, bytes) else json.dumps(told).encode()
+            request = urllib.request.Request(to + at, body, {"X-Word": word} | headers)
+            try:
+                return int(urllib.request.urlopen(request).status)
+            except urllib.error.HTTPError as error:
+                return error.code
+
+        refused = [status(), status(word="a"), status(at=f"api/change?word={word}"), status(word=word, at="api/runs")]
+        refused += [
+            status(word=word, Host="evil.example"),
+            status(b"[" * 9000, word),
+            status(b"", word),
+            status({"run": "ppo"}, word),
+        ]
+        refused += [status({"run": ["ppo"], "request": {}}, word), status({"run": "..", "request": "pause"}, word)]
+        refused += [
+            status({"run": "ppo", "request": "fork", "at": "1", "changes": {}}, word),
+            status({"run": "ppo", "request": "explode"}, word),
+        ]
+        refused += [
+            status({"run": "ppo", "request": "fork", "at": 1, "changes": {"reward.file": "/tmp/x.py"}}, word),
+            status([], word),
+        ]
+        assert set(refused) == {404}
+        assert not list((tmp_path / "ppo").glob("n*.json")) and not (tmp_path / "ppo" / "control.jsonl").exists()
+        assert (status(word=word) == 200) == steer
+        server.shutdown()
+        server.server_close()
 
 
 def test_prometheus_waits_and_answers(tmp_path: Path) -> None:

@@ -379,14 +379,16 @@ RunFolders = typer.Argument(..., metavar="RUN...", help="one or more run directo
 def watch(
     runs: list[Path] = RunFolders,
     every: float = typer.Option(1.0, min=0.1, help="seconds between two looks"),
-    once: bool = typer.Option(False, "--once", help="draw one screen and end"),
+    once: bool = typer.Option(False, "--once", help="draw one screen and end, with 1 where there is no run"),
     debug: bool = Debug,
 ) -> None:
-    """Follow a run in the terminal; Ctrl-C ends the watching, not the run."""
+    """Follow a run, a pipeline or a sweep in the terminal; Ctrl-C ends the watching, not the run."""
     with told(debug):
         import rlhf_nb.widgets.report as views
 
-        views.watch(runs, every=every, console=Console(force_jupyter=False), once=once)
+        found = views.watch(runs, every=every, console=Console(force_jupyter=False), once=once)
+        if once and not found:
+            raise typer.Exit(1)
 
 
 @app.command()
@@ -408,13 +410,14 @@ def board(
     folder: Path = typer.Argument(Path("runs"), help="with runs, up to five levels below"),
     port: int = typer.Option(8765, min=0, max=65535, help="0 takes a free one"),
     host: str = typer.Option("127.0.0.1", help="0.0.0.0 lets other machines look, by a secret address"),
+    steer: bool = typer.Option(False, "--steer", help="who has the address may also write notes, ask runs, fork them"),
     debug: bool = Debug,
 ) -> None:
-    """Look at all runs of a folder in a browser, and compare them; nothing can be changed there."""
+    """Look at all runs of a folder in a browser, and compare them."""
     with told(debug):
         import rlhf_nb.widgets.board as views
 
-        views.serve_board(folder, port, host, say=partial(_tell, err=False))
+        views.serve_board(folder, port, host, say=partial(_tell, err=False), steer=steer)
 
 
 @app.command()
@@ -436,7 +439,7 @@ def learn_command(
     words: list[str] = typer.Argument(None, metavar="[quiz N [LETTERS] | submit NAME | grade FOLDER]"),
     debug: bool = Debug,
 ) -> None:
-    """How far you are in the course; or take a quiz, hand in what you solved, or run a folder of such files again."""
+    """How far you are in the course; or take a quiz, hand in your answers, or run a folder of such files again."""
     with told(debug):
         import rlhf_nb.learn as course
 
@@ -480,10 +483,10 @@ def _overlap(folder: str | None) -> None:
 def plan_command(
     kind: str = MethodName, overrides: list[str] = Overrides, config: str = ConfigFile, toy: bool = Toy,
     gpus: list[int] = typer.Option([1, 8, 512, 10_000], "--gpus", min=1, help="how many; may be given several times"),
-    memory: float = typer.Option(None, help="GiB of each GPU; default: the kind's, or 80"),
-    host: float = typer.Option(None, help="GiB of main memory for each GPU, for offloading; default: enough"),
+    memory: float = typer.Option(None, help="GiB of each GPU; default: the kind's, or 80", min=0.1, max=1e6),
+    host: float = typer.Option(None, help="GiB of main memory for each GPU; default: enough", min=0, max=1e6),
     on: str = typer.Option(None, help="kind of GPU, for seconds a step: t4 to b200, or a YAML file of its rates"),
-    price: float = typer.Option(None, help="of a GPU's hour; needs --on", min=0),
+    price: float = typer.Option(None, help="of a GPU's hour; needs --on", min=0, max=1e6),
     hours: float = typer.Option(None, help="that a run lasts: failures are simulated; needs --on", min=0.1, max=1e5),
     rollouts: str = typer.Option(None, callback=_overlap, is_eager=True, help="a run: which lag and workers would pay"),
     debug: bool = Debug,

@@ -63,6 +63,7 @@ class AnswerForm:
         matcher = guide.LLMatcher
         if self.said == "json_schema":
             try:
+                json.loads(self.text, parse_int=_held)
                 grammar = matcher.grammar_from_json_schema(self.text, defaults={"whitespace_pattern": r"\n? {0,8}"})
             except ValueError as e:  # a number that no JSON can hold
                 raise ConfigError(f"json_schema={self.text:.60} can't be kept: {_reason(str(e))}.") from e
@@ -73,6 +74,13 @@ class AnswerForm:
         if wrong:
             raise ConfigError(f"{self.said}={self.text:.60} can't be kept: {_reason(str(lines[0]))}.")
         return str(grammar)
+
+
+def _held(digits: str) -> int:
+    """A whole number that llguidance holds; it takes a larger one for the largest, and answers would break the form."""
+    if abs(n := int(digits)) >= 2**63:
+        raise ValueError(f"{digits:.24} is not below 2**63, and whole numbers that large are not told apart")
+    return n
 
 
 def _reason(error: str) -> str:

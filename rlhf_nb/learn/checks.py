@@ -27,8 +27,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
-from ..core import ConfigError, DataError, derive_seed, did_you_mean, t_share
-from ..files import write_whole
+from ..core import ConfigError, DataError, derive_seed, did_you_mean, printable, t_share
+from ..files import read_regular, write_whole
 from ..sandbox.runner import fence_in
 from ..untrusted import json_value
 
@@ -178,10 +178,20 @@ def progress_file() -> Path:
 
 def progress() -> dict[str, dict[str, Any]]:
     """By exercise: `kind`, `code` and `when`, of the best answer so far."""
+    return _progress()[0]
+
+
+def _progress() -> tuple[dict[str, dict[str, Any]], bool]:
+    """What the file holds of it, and whether that is all that it holds."""
     try:
-        return dict(json_value(progress_file().read_text(encoding="utf-8")))
+        told = json_value(read_regular(progress_file(), 1 << 24, root=progress_file()))
+    except FileNotFoundError:
+        return {}, True
     except (OSError, ValueError):
-        return {}
+        return {}, False
+    entries = {k: v for k, v in told.items() if isinstance(v, dict)} if isinstance(told, dict) else {}
+    good = {k: v for k, v in entries.items() if {"kind", "code"} <= v.keys() and {type(x) for x in v.values()} == {str}}
+    return good, good == told
 
 
 def _keep(name: str, verdict: CheckResult, answer: Any) -> None:
@@ -190,11 +200,13 @@ def _keep(name: str, verdict: CheckResult, answer: Any) -> None:
         code = inspect.getsource(answer) if callable(answer) else f"{name} = {answer!r}"
     except (OSError, TypeError):
         code = ""
-    kept = progress()
+    kept, whole = _progress()
     if kept.get(name, {}).get("kind") != "right" or verdict:
         kept[name] = {"kind": verdict.kind, "code": textwrap.dedent(code), "when": time.strftime("%Y-%m-%d")}
         try:
             progress_file().parent.mkdir(parents=True, exist_ok=True)
+            if not whole:  # edited by hand, say: it is moved aside
+                os.replace(progress_file(), progress_file().with_suffix(".damaged"))
             write_whole(progress_file(), json.dumps(kept, indent=1))
         except OSError as error:
             warnings.warn(f"progress isn't kept ({error}): RLHF_NB_LEARN names another file.", stacklevel=3)
@@ -241,12 +253,20 @@ def hint(name: str) -> str:
 
 # %% ../../nbs/learn/checks.ipynb #76b523ba
 def submit(student: str, file: str | Path | None = None) -> Path:
-    """Write the solved exercises into one file for a teacher.
+    """Write the best answer to each exercise that was tried into one file for a teacher.
 
     Args:
         student: a name or a number; it is written into the file.
         file: where to; None: `STUDENT.json` in the working folder.
+
+    Raises:
+        ConfigError: no file can have this name.
     """
+    if file is None and not re.fullmatch(r"[^\W_][\w .,'@+-]{0,99}", str(student)):
+        raise ConfigError(
+            f"submit: a file is named after {str(student)!r:.150}, so begin with a letter or digit, and use letters, "
+            "digits, spaces and .,'@+-_ only, at most 100."
+        )
     target = Path(file or f"{student}.json")
     answers = {name: entry["code"] for name, entry in progress().items()}
     write_whole(target, json.dumps({"student": student, "answers": answers}, indent=1))
@@ -343,6 +363,11 @@ def run_again(name: str, code: str, seed: int, seconds: float = 60.0) -> str:
             return "crashed"
 
 
+def _cell(text: str) -> str:
+    """A student's words for a table: no spreadsheet takes them for a formula, no terminal for a command."""
+    return ("'" if text[:1] in ("=", "+", "-", "@", "\t", "\r") else "") + printable(text)
+
+
 def grade(folder: str | Path, file: str | Path | None = None, seed: int | None = None) -> Path:
     """Run all submissions of a folder again and write a table: student, exercise, verdict.
 
@@ -360,7 +385,7 @@ def grade(folder: str | Path, file: str | Path | None = None, seed: int | None =
         raise DataError(f"grade: {folder} holds no .json file. Students write theirs with learn.submit(NAME).")
     for path in found:
         try:
-            handed_in = json_value(path.read_text(encoding="utf-8"))
+            handed_in = json_value(read_regular(path, 1 << 24))
             student, answers = str(handed_in["student"]), dict(handed_in["answers"])
         except (ValueError, KeyError, TypeError, OSError) as error:  # one student's file stops none of the others
             rows.append((path.stem, "", f"no submission ({str(error)[:200]}): ask for a new one, learn.submit(NAME)"))
@@ -369,5 +394,5 @@ def grade(folder: str | Path, file: str | Path | None = None, seed: int | None =
             rows.append((student, name, run_again(name, code, seed) if name in EXERCISES else "no such exercise"))
     target = Path(file or Path(folder) / "grades.csv")
     with target.open("w", newline="", encoding="utf-8") as out:
-        csv.writer(out).writerows([("student", "exercise", "verdict"), *rows])
+        csv.writer(out).writerows([("student", "exercise", "verdict"), *([_cell(x) for x in row] for row in rows)])
     return target

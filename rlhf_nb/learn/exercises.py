@@ -46,11 +46,12 @@ def add_exercise(
     EXERCISES[name] = Exercise(n, words["task"], cases, truth, said, tuple(words["hints"]), tolerance)
 
 
-def _lesson(n: int | str) -> dict[str, Any]:
-    """A lesson's entry."""
-    if n not in lessons():
+def _lesson(n: int | str) -> tuple[int | str, dict[str, Any]]:
+    """A lesson's number and entry, however the number was written."""
+    number = int(n) if str(n).isdecimal() else str(n).upper()
+    if number not in lessons():
         raise ConfigError(f"lesson: there is no {n!r}; there are {', '.join(map(str, lessons()))}.")
-    return lessons()[n]
+    return number, lessons()[number]
 
 
 def start(n: int | str, model: str = "toy", seed: int = 0) -> LessonWorld:
@@ -64,7 +65,8 @@ def start(n: int | str, model: str = "toy", seed: int = 0) -> LessonWorld:
     Raises:
         ConfigError: there is no such lesson.
     """
-    title, names = _lesson(n)["title"], [name for name, e in EXERCISES.items() if e.lesson == n]
+    n, lesson = _lesson(n)
+    title, names = lesson["title"], [name for name, e in EXERCISES.items() if e.lesson == n]
     solved = sum(progress().get(name, {}).get("kind") == "right" for name in names)
     what, end = "Lesson" if isinstance(n, int) else "Lab", "" if title[-1] == "?" else "."
     print(f"{what} {n}: {title}{end} Exercises solved: {solved} of {len(names)}.")
@@ -96,7 +98,7 @@ def course_command(words: Sequence[str]) -> str:
     if not verb:
         return progress_told()
     if verb == "quiz" and rest:
-        quiz(int(rest[0]) if rest[0].isdigit() else rest[0].upper(), " ".join(rest[1:]))
+        quiz(rest[0], " ".join(rest[1:]))
         return ""
     if verb == "submit" and len(rest) == 1:
         return f"{submit(rest[0])} is for your teacher."
@@ -117,11 +119,13 @@ def quiz(n: int | str, answers: str = "") -> None:
         answers: a letter for each question, as in "a c b a d"; "" shows the questions only.
 
     Raises:
-        ConfigError: another number of answers than questions.
+        ConfigError: another number of answers than questions, or no letters of answers.
     """
-    questions, given = _lesson(n)["quiz"], answers.replace(",", " ").lower().split()
+    questions, given = _lesson(n)[1]["quiz"], answers.replace(",", " ").lower().split()
     if given and len(given) != len(questions):
         raise ConfigError(f"quiz: {len(given)} answers to {len(questions)} questions. Give a letter for each.")
+    if odd := next((g for g, q in zip(given, questions) if g not in list("abcd")[: len(q["options"])]), None):
+        raise ConfigError(f"quiz: {odd!r} is the letter of no answer. Give one for each, such as: a c b a d.")
     for i, q in enumerate(questions):
         print(f"{i + 1}. {q['ask']}")
         for letter, option in zip("abcd", q["options"]):

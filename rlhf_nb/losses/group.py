@@ -42,7 +42,7 @@ def token_weights(
     real = mask.to(torch.promote_types(dtype, torch.float32))
     if per == "token":
         return real, real.sum()
-    rows = torch.tensor(float(len(mask)), dtype=real.dtype, device=mask.device)
+    rows = real.new_full((), len(mask))
     if per == "sequence":
         return real / real.sum(1, keepdim=True).clamp(min=1), rows
     if not max_length:

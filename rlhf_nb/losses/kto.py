@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..core import CheckpointError, ConfigError, DataError, did_you_mean
 from .kl import wide
-from ..types import Bool, Float, LossSum
+from ..types import Bool, Float, LossSum, sent
 
 # %% auto #0
 __all__ = ['UNPAIRED', 'weigh_sides', 'kto', 'apo_zero_unpaired', 'bco', 'mismatched_kl', 'RunningMean', 'suggest_weights',
@@ -230,8 +230,8 @@ def _unpaired_stats(
     good, bad = labels.sum(), (~labels).sum()
     sums = [torch.where(m, x, 0.0).sum() for x in (rewards, logps) for m in (labels, ~labels)]
     rows = torch.full_like(sums[0], rewards.numel())
-    known = torch.as_tensor(baseline, dtype=rewards.dtype, device=rewards.device).detach().reshape(())
-    one = good / rows if share is None else torch.as_tensor(share, dtype=rows.dtype, device=rows.device)
+    known = sent(torch.as_tensor(baseline, dtype=rewards.dtype), rewards.device).detach().reshape(())
+    one = good / rows if share is None else sent(torch.as_tensor(share, dtype=rows.dtype), rows.device)
     other = 1 - one
     both = (one > 0) & (other > 0)  # a side without answers has no mean, hence no margin
     margin = torch.where(both, sums[0] / one - sums[1] / other, 0.0)

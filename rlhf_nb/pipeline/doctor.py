@@ -507,7 +507,8 @@ def plan_for(
     model = world.model().config if world and world.model else place
     shape = decoder_shape(pretrained(AutoConfig, place) if place.endswith(".gguf") else model)
     inner = getattr(config, "num_inner_epochs", 1)
-    return plan_report(shape, job, gpus, named_gpu(on) if on else None, memory, host, settings, price, hours, inner)
+    gpu = None if on is None else named_gpu(on)
+    return plan_report(shape, job, gpus, gpu, memory, host, settings, price, hours, inner)
 
 
 def usual_lengths(rows: list[Row], tokenizer: Any, config: Any) -> tuple[int, int]:

@@ -31,7 +31,7 @@ from ..scoring.trees import TOKEN_BUDGET
 from ..rollout.sampler import eval_mode
 from ..rollout.tools import begin
 from .trl import as_answers, as_reward
-from ..types import Completions, Rollout
+from ..types import Completions, Rollout, sent
 
 log = logging.getLogger(__name__)
 
@@ -454,11 +454,12 @@ class Rewards:
             column = torch.tensor([math.nan if v is None else v for v in values], dtype=torch.float64)
             total += torch.where(has, column * weight, torch.zeros_like(column))
             opinions += has & (weight != 0 or not any(self.weights))  # what is only watched decides nothing
-            parts[name] = column.float().to(device)
+            parts[name] = sent(column.float(), device)
             if "step_rewards" in extra:
-                placed, ends = weight * extra.pop("step_rewards").to(device), extra.pop("step_ends").to(device)
+                placed, ends = (sent(extra.pop(k), device) for k in ("step_rewards", "step_ends"))
+                placed = weight * placed
                 self.steps = (placed, ends) if self.steps is None else (self.steps[0] + placed, self.steps[1] | ends)
-            parts.update({f"{name}/{k}": v.detach().float().to(device) for k, v in extra.items()})
+            parts.update({f"{name}/{k}": sent(v.detach().float(), device) for k, v in extra.items()})
             self.stats[f"rewards/{name}"] = float(column[has].mean()) if has.any() else math.nan
             counts = {"no_opinion": int((~has).sum()) - failed, "failed": failed}
             self.stats |= {f"rewards/{name}/{what}": float(x) for what, x in counts.items() if x}
@@ -473,7 +474,7 @@ class Rewards:
         scores = total.float()
         scores[silent] = self.fallback
         self.stats |= {"rewards/unscored": float(len(silent))} if silent else {}
-        return scores.to(device), parts
+        return sent(scores, device), parts
 
     def check_tokens(self, tokenizer: Any) -> None:
         """See to it that reward models among these read the tokens that they are given.
@@ -557,7 +558,7 @@ class RewardModelFn:
         c = Completions(*tokens, rollout.completion_mask).to(device)
         with torch.no_grad(), eval_mode(module) if module is not None else nullcontext():
             scores = self.model.score(c, self.token_budget).float()
-        return scores.to(rollout.prompt_ids.device), {}
+        return sent(scores, rollout.prompt_ids.device), {}
 
 # %% ../../nbs/rewards/base.ipynb #5d6bf42a
 class Ensemble:

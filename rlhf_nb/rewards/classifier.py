@@ -15,6 +15,7 @@ from ..data.foreign import render_chats
 from ..data.formats import prompt_text
 from ..models.load import _generic_tokenizer, check_loaded, disable_dropout, find_model, pretrained
 from .answers import completion_text
+from ..types import sent
 
 # %% auto #0
 __all__ = ['label_index', 'ClassifierReward', 'load_classifier']
@@ -106,7 +107,7 @@ class ClassifierReward:
         for places in same.values():
             for start in range(0, len(places), self.batch_size):
                 some = places[start : start + self.batch_size]
-                batch = torch.tensor([rows[i] for i in some], device=device)
+                batch = sent(torch.tensor([rows[i] for i in some]), device)
                 logits = self.model(input_ids=batch, attention_mask=torch.ones_like(batch)).logits.float()
                 for i, x in zip(some, self.number(logits).tolist(), strict=True):
                     out[i] = x

@@ -17,7 +17,7 @@ from ..models.load import load_tokenizer
 from ..models.process import ProcessModel
 from .base import RewardModelFn
 from ..scoring.trees import TOKEN_BUDGET
-from ..types import Completions, host
+from ..types import Completions, host, sent
 
 Place = Literal["steps", "end"]
 
@@ -69,9 +69,11 @@ class ProcessReward(RewardModelFn):
             ends[i, step_ends(self.tokenizer, ids[:n], self.net.rule)] = True
         device = self._device or self.net.device
         tokens = (c.prompt_ids, c.prompt_mask, c.completion_ids, c.completion_lens)
-        marked = Completions(*tokens, ends.to(c.completion_ids.device)).to(device)
+        here = c.prompt_ids.device
+        ends = sent(ends, here)
+        marked = Completions(*tokens, ends).to(device)
         values = self.net.values(marked, self.token_budget).float()
-        return values.to(c.prompt_ids.device), ends.to(c.prompt_ids.device)
+        return sent(values, here), ends
 
     def score(self, c: Completions, token_budget: int = TOKEN_BUDGET) -> Tensor:
         """Aggregates [B], as a reward model gives scores."""

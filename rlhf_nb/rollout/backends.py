@@ -19,7 +19,7 @@ from .choosing import Chooser
 from rlhf_nb.rollout.sampler import (
     as_rollout, cache_bytes_per_token, check_request, eos_ids, eval_mode, pad_id, sample,
 )  # fmt: skip
-from ..types import PromptBatch, Rollout
+from ..types import PromptBatch, Rollout, sent
 
 # %% auto #0
 __all__ = ['Request', 'Sampler', 'OurSampler', 'answers_to_tensors', 'TransformersContinuous', 'make_sampler', 'needs_scoring',
@@ -54,7 +54,7 @@ class Request:
     def choose(self, model: Any, greedy: bool = False) -> Chooser:
         """How tokens are chosen from this model's logits."""
         device = unwrapped(model).get_input_embeddings().weight.device  # type: ignore[operator]
-        return Chooser(self.sampling, torch.tensor(self.ends(model), dtype=torch.int64, device=device), greedy)
+        return Chooser(self.sampling, sent(torch.tensor(self.ends(model), dtype=torch.int64), device), greedy)
 
 
 class Sampler:
@@ -122,16 +122,17 @@ def answers_to_tensors(
         logps: log-prob of each of these tokens, at the sampling temperature; None where the engine doesn't say.
         eos: tokens that end an answer.
     """
-    lens = torch.tensor([len(a) for a in answers], device=device)
-    ids = nn.utils.rnn.pad_sequence([torch.tensor(a) for a in answers], True, pad).to(device)
-    finished = torch.tensor([a[-1] in eos for a in answers], device=device)
+    lens = sent(torch.tensor([len(a) for a in answers]), device)
+    ids = sent(nn.utils.rnn.pad_sequence([torch.tensor(a) for a in answers], True, pad), device)
+    finished = sent(torch.tensor([a[-1] in eos for a in answers]), device)
     if logps is None:
         return ids, lens, finished, None
     if [len(x) for x in logps] != [len(a) for a in answers]:
         raise ModelError(
             "The engine returned another number of log-probs than tokens, so they can't be told apart: ask it for none."
         )
-    return ids, lens, finished, nn.utils.rnn.pad_sequence([torch.tensor(x) for x in logps], True, 0.0).to(device)
+    said = nn.utils.rnn.pad_sequence([torch.tensor(x) for x in logps], True, 0.0)
+    return ids, lens, finished, sent(said, device)
 
 # %% ../../nbs/rollout/backends.ipynb #58e29289
 class TransformersContinuous(Sampler):

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..config import SamplingConfig
+from ..types import sent
 
 # %% auto #0
 __all__ = ['running_sum', 'inverse_cdf', 'filter_logps', 'Chooser']
@@ -161,7 +162,7 @@ class Chooser:
         least = self.sampling.min_new_tokens
         if least == 0 or not len(self.eos):
             return logps
-        early = torch.as_tensor(position, device=logps.device).view(-1, 1) < least
+        early = sent(torch.as_tensor(position), logps.device).view(-1, 1) < least
         if early.device.type == "cpu" and not bool(early.any()):  # a captured graph cannot look at a result
             return logps
         return torch.where(early, logps.index_fill(-1, self.eos, -torch.inf), logps)

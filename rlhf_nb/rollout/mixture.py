@@ -18,7 +18,7 @@ from .choosing import Chooser
 from .numbers import uniforms
 from .backends import Request
 from .sampler import addresses, as_rollout, cut_at_eos, eval_mode, pad_id
-from ..types import PromptBatch, Rollout
+from ..types import PromptBatch, Rollout, sent
 
 # %% auto #0
 __all__ = ['MixtureRule', 'sample_together', 'sample_mixture', 'ensemble_logits', 'sample_ensemble']
@@ -57,9 +57,9 @@ def sample_together(
     bare: Any = unwrapped(models[0])
     device, new = bare.get_input_embeddings().weight.device, request.sampling.max_new_tokens
     prompts, choose = request.prompts.to(device), request.choose(bare, request.greedy)
-    rows, sample = addresses(prompts, request.num_samples)
-    draws = uniforms(request.seed, request.step, prompts.uid[rows.to(device)], sample.to(device), new)
-    ids, mask = (x[rows.to(device)] for x in (prompts.prompt_ids, prompts.prompt_mask))
+    rows, sample = (sent(x, device) for x in addresses(prompts, request.num_samples))
+    draws = uniforms(request.seed, request.step, prompts.uid[rows], sample, new)
+    ids, mask = (x[rows] for x in (prompts.prompt_ids, prompts.prompt_mask))
     states: list[dict[str, Any]] = [{} for _ in models]
     out, done = [], torch.zeros(len(ids), dtype=torch.bool, device=device)
     every = 8 if device.type == "cuda" else 1  # looking at a result stalls a GPU

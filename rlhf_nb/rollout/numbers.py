@@ -42,7 +42,7 @@ def uniforms(
 
     Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (2014), the mixing function.
     """
-    head = torch.tensor([seed, step], dtype=torch.int64, device=uid.device)
+    head = torch.tensor([seed, step], dtype=torch.int64)  # of no dimensions, each goes along with a kernel
     key = _mix(_mix(_mix(head[0]) ^ head[1]) ^ uid.to(torch.int64))
     key = _mix(key ^ sample.to(torch.int64))
     places = torch.arange(length, device=uid.device) + (0 if start is None else start[:, None])

@@ -22,7 +22,7 @@ from ..fast.engine import write
 from ..fast.support import can_run, changed, changed_here, unwrapped
 from .choosing import Chooser
 from .numbers import uniforms
-from ..types import PromptBatch, Rollout, along, fetch, host
+from ..types import PromptBatch, Rollout, along, fetch, host, sent
 
 log = logging.getLogger(__name__)
 
@@ -155,7 +155,8 @@ def may_share(model: nn.Module, short: Tensor, long: Tensor, pad: int, steps: in
     """Which rows may be in one batch of `generate`: a recurrent state may have read pads, positions counted them, or
     rows mixed.
 
-    Found out once for a model, and again when its class, config or hooks change, or prompts of twice the length come.
+    Found out once for a model and number format, and again when its class, config or hooks change, or prompts of twice
+    the length come.
 
     Args:
         short, long: int64[length], two prompts; each is asked alone, the first also beside one of its length, and with
@@ -168,7 +169,10 @@ def may_share(model: nn.Module, short: Tensor, long: Tensor, pad: int, steps: in
     Raises:
         ModelError: `generate` says something else than the model itself, so its log-probs would be nobody's.
     """
-    dtype = model.get_input_embeddings().weight.dtype  # type: ignore[operator]
+    weight = model.get_input_embeddings().weight  # type: ignore[operator]
+    kind, dtype = weight.device.type, weight.dtype
+    if torch.is_autocast_enabled(kind):  # products are rounded more than weights are
+        dtype = max(dtype, torch.get_autocast_dtype(kind), key=lambda d: torch.finfo(d).eps)
     apart = len(long) - len(short)
     key = (type(model), id(model.config), dtype, changed(model), steps, len(long).bit_length(), apart.bit_length())
     known = _may_share.setdefault(model, {})
@@ -232,9 +236,10 @@ def generate(
         rows = list(same)
         for part in (rows[a : a + size] for a in range(0, len(rows), size)):
             chosen: list[tuple[Tensor, ...]] = []
+            mine = None if uniform is None else uniform[:, sent(torch.tensor(part), uniform.device)]
 
             def pick(position: int, scores: Tensor) -> Tensor:
-                u = None if uniform is None else uniform[position, part]  # noqa: B023
+                u = None if mine is None else mine[position]  # noqa: B023
                 chosen.append(choose(scores, u, position))  # noqa: B023
                 return chosen[-1][0]  # noqa: B023
 
@@ -331,9 +336,9 @@ def sample_tokens(
     length = check_request(bare, prompts, sampling, num_samples, batch_size)
     device = bare.get_input_embeddings().weight.device  # type: ignore[operator]
     asked = plan_prompts(prompts.to(device), num_samples)
-    choose = Chooser(sampling, torch.tensor(eos, dtype=torch.int64, device=device), greedy)
-    start = None if asked.start is None else asked.start.to(device)
-    where: tuple[Any, ...] = (seed, step, asked.uid.to(device), asked.sample.to(device), new + 1, start)
+    choose = Chooser(sampling, sent(torch.tensor(eos, dtype=torch.int64), device), greedy)
+    start = None if asked.start is None else sent(asked.start, device)
+    where: tuple[Any, ...] = (seed, step, sent(asked.uid, device), sent(asked.sample, device), new + 1, start)
     u = None if greedy else uniforms(*where).t().contiguous()
     with eval_mode(model):
         reason = "sampler=generate was asked for" if sampling.sampler == "generate" else can_run(model, length)
@@ -353,7 +358,7 @@ def sample_tokens(
                 log.warning("sampling through transformers' generate (same samples, slower): %s", reason)
             size = min(batch_size or len(asked.rows), cache_bytes // (cache_bytes_per_token(bare) * length))
             found = generate(bare, asked, choose, u, new, max(1, size), pad, used)
-    order = asked.rows.argsort().to(device)
+    order = sent(asked.rows.argsort(), device)
     return cut_at_eos(found[0][order], found[1][order], choose, pad)
 
 

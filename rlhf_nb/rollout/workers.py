@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 import types
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -62,14 +63,15 @@ class WeightSlots:
             size += -(-w.numel() * w.itemsize // 16) * 16
         try:
             self.memory = torch.zeros(slots, size, dtype=torch.uint8)
-            self.memory.share_memory_()  # type: ignore[no-untyped-call]
+            self.heads = torch.full((slots, 5), -1, dtype=torch.int64)  # version, hash
+            for part in (self.memory, self.heads):
+                part.share_memory_()  # type: ignore[no-untyped-call]
         except RuntimeError as e:
             raise ConfigError(
-                f"{slots} versions of the weights need {slots * size / 2**20:.0f} MiB of shared memory, and there is "
-                "less (in a container: --shm-size). Lower rollouts.lag, or set rollouts.workers=0."
+                f"{slots} versions of the weights need {slots * size / 2**20:.0f} MiB of shared memory, which this "
+                f"machine doesn't give ({str(e)[-100:]}). In a container raise --shm-size; else lower rollouts.lag, or "
+                "set rollouts.workers=0."
             ) from e
-        self.heads = torch.full((slots, 5), -1, dtype=torch.int64)  # version, hash
-        self.heads.share_memory_()  # type: ignore[no-untyped-call]
 
     def named(self, raw: Tensor) -> dict[str, Tensor]:
         """The weights in the bytes of a slot, as views."""
@@ -202,7 +204,10 @@ def worker_process(conn: Any, memory: _Memory) -> None:
                 took = time.monotonic() - begun, time.process_time() - cpu
                 answer = pickle.dumps(Drawn(r, *took, sampler.slots_in_use))
             except Exception as e:
-                answer = pickle.dumps(e if isinstance(e, RlhfError) else RewardError(f"{type(e).__name__}: {e}"))
+                at = traceback.extract_tb(e.__traceback__)[-1]
+                said = RewardError(f"{type(e).__name__}: {e} (in a worker, {at.filename}:{at.lineno})")
+                ours = isinstance(e, RlhfError) and type(e).__module__.startswith("rlhf_nb.")
+                answer = pickle.dumps(e if ours else said)
             conn.send_bytes(answer)
 
 # %% ../../nbs/rollout/workers.ipynb #5e73000d
@@ -293,12 +298,7 @@ class Workers:
             self.pack()
             fixed = WeightSlots(self.fixed, 1)
             fixed.put(self.fixed, 0)
-            self.crew = crew = _Crew(_Memory(WeightSlots(self.moving, self.versions), fixed))
-            crew.threads += [
-                threading.Thread(target=self._tend, args=(k, crew), daemon=True) for k in range(self.count)
-            ]
-            for thread in crew.threads:
-                thread.start()
+            self.crew = _Crew(_Memory(WeightSlots(self.moving, self.versions), fixed))
         self.crew.memory.moving.put(self.moving, version)
 
     def draw(self, request: Request, version: int) -> Future[Drawn]:
@@ -314,9 +314,12 @@ class Workers:
         half = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
         bare = [replace(request, prompts=prompts[i], tokenizer=None) for i in rows]
         jobs = [_Job(pickle.dumps((each, version, half))) for each in bare]
-        assert self.crew is not None, "publish comes first"
+        assert (crew := self.crew) is not None, "publish comes first"
+        while len(crew.threads) < n:  # a step of few prompts needs no more
+            crew.threads.append(threading.Thread(target=self._tend, args=(len(crew.threads), crew), daemon=True))
+            crew.threads[-1].start()
         for job in jobs:
-            self.crew.jobs.put(job)
+            crew.jobs.put(job)
 
         def joined() -> Drawn:
             parts = [job.answer.result() for job in jobs]
@@ -344,19 +347,17 @@ class Workers:
                     conn.send_bytes(job.message)
                     told = conn.recv()
                     (job.answer.set_exception if isinstance(told, Exception) else job.answer.set_result)(told)
-                except (EOFError, OSError):
+                except (EOFError, OSError) as e:
                     conn, tries = None, tries + 1
                     if crew.closed:
                         job.answer.set_exception(RunError("the run ended while answers were being drawn."))
                         break
-                    self.deaths, code = self.deaths + 1, _end(crew.processes[k])
+                    self.deaths, process = self.deaths + 1, crew.processes.pop(k, None)
+                    how = f"could not be started: {e}" if process is None else f"with exit code {_end(process)}"
                     if tries == _TRIES:
-                        said = (
-                            f"a worker ended {tries} times over the same prompts, the last time with exit code {code}"
-                        )
-                        job.answer.set_exception(
-                            RewardError(f"{said}: too little memory, or a tool that ends its process.")
-                        )
+                        said = f"a worker ended {tries} times over the same prompts, the last time {how}"
+                        why = "too little memory, a limit of processes, or a tool that ends its own"
+                        job.answer.set_exception(RewardError(f"{said}: {why}."))
                 except Exception as e:  # it could not be started, or its answer can't be read
                     job.answer.set_exception(e)
             crew.busy += time.monotonic() - crew.since.pop(k)
@@ -370,7 +371,7 @@ class Workers:
             return 1.0
         busy = crew.busy + sum(now - t for t in [*crew.since.values()])
         crew.busy, crew.since = 0.0, dict.fromkeys(crew.since, now)
-        share = 1 - busy / max(1e-9, self.count * (now - self._looked))
+        share = 1 - busy / max(1e-9, len(crew.threads) * (now - self._looked))
         self._looked = now
         return min(1.0, max(0.0, share))
 

@@ -24,7 +24,7 @@ from .strategy import Rates, Strategy, connect_plain, load_tensors, lr_factor
 from ..scoring.packing import split_among
 from ..scoring.recompute import recomputing
 from ..scoring.scores import one_forward
-from ..types import Batch, LossSum
+from ..types import Batch, LossSum, sent
 
 BatchT = TypeVar("BatchT", bound=Batch)
 NumberT = TypeVar("NumberT", float, Tensor)
@@ -130,7 +130,7 @@ def weigh(terms: Terms, counts: Mapping[str, Tensor], device: torch.device) -> T
         )
     parts = []
     for name, (term, weight) in terms.items():
-        count = counts[name].to(device)
+        count = sent(counts[name], device)
         parts.append(weight * term.total / torch.where(count > 0, count, torch.ones_like(count)).to(term.total.dtype))
     return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
 
@@ -191,7 +191,7 @@ class Ranks:
         if self.world_size == 1 or not local:
             return local
         keys = sorted(local)
-        total = torch.stack([local[k].detach().double().to(self.device) for k in keys])
+        total = torch.stack([sent(local[k].detach().double(), self.device) for k in keys])
         torch.distributed.all_reduce(total)
         found = dict(zip(keys, total.unbind()))
         return {k: found[k] for k in local}  # in the order that was given, as with one process
@@ -236,7 +236,7 @@ class Ranks:
         """
         if self.world_size == 1:
             return None
-        everyone = self.gather(keys.to(self.device)).view(self.world_size, -1).t().tolist()
+        everyone = self.gather(sent(keys, self.device)).view(self.world_size, -1).t().tolist()
         seen: dict[int, int] = {}
         out = []
         for row in everyone:
@@ -244,7 +244,7 @@ class Ranks:
                 if rank == self.rank:
                     out.append(seen.get(key, 0))
                 seen[key] = seen.get(key, 0) + 1
-        return torch.tensor(out, device=keys.device)
+        return sent(torch.tensor(out), keys.device)
 
     def in_turn(self, mine: Sequence[Any]) -> list[Any]:
         """What all ranks have made of rows that were dealt out in turn, in the order of the rows.
@@ -279,7 +279,7 @@ class Ranks:
         """How many forwards another rank makes more than this one, where that must not be; else 0."""
         if self.world_size == 1 or not self.strategy.lockstep:
             return 0
-        most = torch.tensor(forwards, device=self.device)
+        most = torch.full((), forwards, device=self.device)
         torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
         return int(most) - forwards
 

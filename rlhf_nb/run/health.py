@@ -297,8 +297,9 @@ def _held_out(known: Known, config: Mapping[str, Any]) -> Concern:
         return None
     best = int(kept.argmin())
     found, after = fall(-kept), kept[best + 1 :]
-    worse = len(after) >= 3 and after.min() > kept[best] + 0.1 * abs(kept[best])
-    if not worse and (found is None or not found.clear):
+    bend = float(np.abs(np.diff(kept[best:], 2)).max(initial=0.0)) / math.sqrt(6)  # noise, as far as a few points tell
+    few = len(kept) < LEAST and len(after) >= 3  # too few for `fall`
+    if not (few and after.min() > kept[best] + max(0.1 * abs(kept[best]), 4 * bend)) and not (found and found.clear):
         return "ok", f"eval/loss {kept[-1]:.3g}, at best {kept[best]:.3g}"
     back = _way_back(config.get("checkpoints"), lambda step: -abs(step - at[best]))
     text = f"eval/loss was lowest at step {at[best]:,.0f} ({kept[best]:.3g}) and is {kept[-1]:.3g}"

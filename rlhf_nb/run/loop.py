@@ -42,7 +42,7 @@ from .overopt import stop_by
 from .state import Saves, checkpoint_job, condition, open_run
 from ..fast.workers import alone_if_small
 from ..scoring.packing import work
-from ..types import Batch, LossSum
+from ..types import Batch, LossSum, sent
 
 # %% auto #0
 __all__ = ['BaseMethod', 'Sums', 'means', 'Source', 'StepStart', 'Boundary', 'too_many_bad', 'all_steps', 'Trainer']
@@ -225,7 +225,7 @@ class Sums:
         """Sums and counts in the order of the sorted keys."""
         flat = [x for key in sorted(self.pairs) for x in self.pairs[key]]
         wide = torch.float32 if device.type == "mps" else torch.float64
-        scalars = [torch.as_tensor(x, device=device).detach().to(wide).reshape(()) for x in flat]
+        scalars = [sent(torch.as_tensor(x), device).detach().to(wide).reshape(()) for x in flat]
         return torch.stack(scalars) if scalars else torch.zeros(0)
 
     def read(self, report: StepReport) -> Pairs:

@@ -320,13 +320,14 @@ def _child(job: dict[str, Any], tests: int, tell: int) -> None:
     os._exit(0)
 
 # %% ../../nbs/sandbox/runner.ipynb #7a3d0c51
-def fence_in(seconds: float, output_kb: int = 1024) -> list[str]:
+def fence_in(seconds: float, output_kb: int = 1024, memory_mb: int = 2048) -> list[str]:
     """Put this process behind fences for good: from now on it reads libraries, writes into its working folder only, and
     starts no process, thread or connection.
 
     Args:
         seconds: of CPU that are left to it.
         output_kb: most of a file.
+        memory_mb: that it may take besides what it has, where the kernel says what that is (Linux).
 
     Returns:
         The fences that stand; where neither "landlock" nor "seccomp" is among them, only Python's audit hook does.
@@ -334,6 +335,8 @@ def fence_in(seconds: float, output_kb: int = 1024) -> list[str]:
     arch, refused = _refused_calls(platform.machine())
     job: dict[str, Any] = {"fences": ("landlock", "seccomp"), "arch": arch, "refused": refused}
     job["limits"] = {"CPU": math.ceil(time.process_time() + seconds), "FSIZE": output_kb << 10, "CORE": 0}
+    with suppress(OSError), open("/proc/self/statm", encoding="ascii") as file:
+        job["limits"]["AS"] = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE") + (memory_mb << 20)
     return _enclose(job, _fenced_off(job)[0], judge=False)
 
 # %% ../../nbs/sandbox/runner.ipynb #7272a0d9

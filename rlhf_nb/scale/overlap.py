@@ -33,9 +33,9 @@ def step_times(folder: str | Path, skip: int = 2) -> StepTimes:
         skip: first steps that are left out.
 
     Raises:
-        DataError: it has no such steps, or draws no answers.
+        DataError: it has no such steps, draws no answers, or states times that are none.
     """
-    events = [e for e in read_metrics(folder) if e["type"] == "step"][skip:]
+    events = [e for e in read_metrics(folder) if e.get("type") == "step"][skip:]
     if not any("perf/generate_s" in e or "perf/workers_s" in e for e in events):
         raise DataError(
             f"{folder} has no step after the first {skip} in which answers were drawn, so nothing is known of them: "
@@ -43,7 +43,10 @@ def step_times(folder: str | Path, skip: int = 2) -> StepTimes:
         )
 
     def mean(key: str) -> float:
-        return sum(float(e.get(f"perf/{key}", 0.0)) for e in events) / len(events)
+        try:
+            return sum(float(e.get(f"perf/{key}", 0.0)) for e in events) / len(events)
+        except (TypeError, ValueError, OverflowError):
+            return math.nan
 
     here, tools = mean("generate_s"), mean("wait_tools_s")
     waits = min(tools, here + mean("workers_s"))
@@ -51,6 +54,12 @@ def step_times(folder: str | Path, skip: int = 2) -> StepTimes:
     rewards = mean("rewards_s") if any("perf/rewards_s" in e for e in events) else mean("collect_s") - here
     learn = mean("step_s") - here - (waited if waited else rewards)
     draw = mean("workers_cpu_s") or here - waits
+    sound = 0 <= min(draw, waits) and max(draw, waits, abs(rewards), abs(learn)) < 1e9 and here + learn > 1e-6
+    if not sound or any(map(math.isnan, (draw, waits, rewards, learn))):
+        raise DataError(
+            f"the steps of {folder} took {here:g} s for drawing, {rewards:g} for rewards and {learn:g} for the rest, "
+            "on average, which can't be: its metrics.jsonl is damaged, or no run wrote it."
+        )
     return StepTimes(draw, waits, max(0.0, rewards), max(0.0, learn))
 
 # %% ../../nbs/scale/overlap.ipynb #5e740007

@@ -130,7 +130,7 @@ def _first_fit(shape: DecoderShape, job: Job, gpus: int, memory: float, host: fl
 
 def _check_machine(gpus: int, memory: float) -> None:
     """Refuse what is no machine."""
-    if gpus < 1 or memory <= 0:
+    if gpus < 1 or not 0 < memory < math.inf:
         raise ConfigError(f"--gpus is {gpus} and --memory {memory:g}: need at least one GPU with some memory.")
 
 

@@ -46,18 +46,19 @@ def named_gpu(name: str) -> Machine:
         name: `h100`, say; or a YAML file with the numbers of another kind.
 
     Raises:
-        ConfigError: no such kind; or a number is missing, unknown or not positive.
+        ConfigError: no such kind; or a number is missing, unknown, not positive or too large.
     """
     known, numbers = table_of("scale/machines.yaml"), ", ".join(Machine._fields[1:])
     stated = read_config_file(Path(name)) if name.endswith((".yaml", ".yml")) else known.get(name.lower())
     if stated is None:
         raise ConfigError(f"no GPU {name!r} is known, only {', '.join(known)}. Or name a YAML file with its {numbers}.")
     wrong = set(Machine._fields[1:]) ^ set(stated)
-    wrong |= {k for k, v in stated.items() if type(v) not in (int, float) or not 0 < v < math.inf}
+    most = {"products": 1.0}
+    wrong |= {k for k, v in stated.items() if type(v) not in (int, float) or not 0 < v <= most.get(k, 1e30)}
     if wrong:
         raise ConfigError(
             f"{name}: {', '.join(sorted(map(str, wrong)))} is missing, unknown or no positive number. A machine has "
-            f"{numbers}."
+            f"{numbers}; products is a share, at most 1."
         )
     return Machine(Path(name).stem.lower(), **stated)
 
@@ -162,6 +163,11 @@ def useful_share(model: Any, job: Job, seconds: float, gpus: int, gpu: Machine, 
     return sum(step_seconds(shape, plain, unit, inner)) * layers / (seconds * gpus * gpu.flops)
 
 
+def _price(x: float) -> str:
+    """A sum of money: whole where it is large, and nothing only where it is nothing."""
+    return f"{x:,.0f}" if x >= 10 or not x else f"{x:.2g}"
+
+
 def plan_report(
     model: Any, job: Job, gpus: Sequence[int], gpu: Machine | None = None, memory: float | None = None,
     host: float | None = None, settings: str = "...", price: float | None = None, hours: float | None = None,
@@ -181,7 +187,7 @@ def plan_report(
         hours: that a run takes; then failures are simulated.
         inner: passes over each rollout.
     """
-    shape, memory = decoder_shape(model), memory or (gpu.memory if gpu else 80.0)
+    shape, memory = decoder_shape(model), (gpu.memory if gpu else 80.0) if memory is None else memory
     table = plan_table(shape, job, gpus, memory, host, settings)
     if gpu is None:
         return table
@@ -197,7 +203,7 @@ def plan_report(
         took = predict_step(shape, found, gpu, inner)
         mfu = useful_share(shape, found.job, took.seconds, n, gpu, inner)
         parts = " | ".join(f"{x:.3g}" for x in (took.seconds, *took))
-        cost = "" if price is None else f" {price * n * took.seconds / 3.6:,.0f} |"
+        cost = "" if price is None else f" {_price(price * n * took.seconds / 3.6)} |"
         lasts = (
             ""
             if hours is None

@@ -170,7 +170,7 @@ class DPO(OfflineMethod):
 
     def denominators(self, mini: ReferencedPairs) -> dict[str, Tensor]:
         """Preferences are averaged over pairs, the anchor over tokens of chosen answers."""
-        return {"preference": torch.tensor(len(mini), device=mini.chosen_lens.device), "nll": mini.chosen_mask.sum()}
+        return {"preference": torch.full((), len(mini), device=mini.chosen_lens.device), "nll": mini.chosen_mask.sum()}
 
     def micro_batches(self, mini: ReferencedPairs) -> list[ReferencedPairs]:
         """One forward each: pairs of similar length, within the token budget;

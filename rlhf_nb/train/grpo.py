@@ -18,7 +18,7 @@ from ..rollout.service import StepTicket
 from .online import KLPrice, OnlineConfig, OnlineMethod, OnlineTrainer, online_presets
 from .registry import register
 from ..data.worlds import Row
-from ..types import LossSum, PromptBatch, Rollout, along
+from ..types import LossSum, PromptBatch, Rollout, along, host
 
 # %% auto #0
 __all__ = ['VARIANTS', 'GRPOConfig', 'overlong_penalty', 'GRPO', 'GRPOTrainer']
@@ -161,17 +161,17 @@ class GRPO(OnlineMethod):
         return bool((~alive[0]).sum() > sum(x.sum() for x in alive[1:]))
 
     def _alive(self, r: Rollout) -> Tensor:
-        """bool[B / G], groups whose scores differ."""
-        return r.need("scores").view(-1, self.config.num_generations).std(1) > 1e-6
+        """bool[B / G] on the CPU, groups whose scores differ."""
+        return host(r.need("scores")).view(-1, self.config.num_generations).std(1) > 1e-6
 
     def _replace(self, r: Rollout, alive: Tensor, fresh: Rollout) -> Rollout:
         """The rollout with dead groups replaced by live ones of another, as far as there are any."""
         g, new = self.config.num_generations, self._alive(fresh).nonzero()[:, 0]
         dead = (~alive).nonzero()[:, 0][: len(new)]
         both = Rollout.cat([r, fresh], self.tokenizer.pad_token_id)
-        place = torch.arange(len(alive), device=alive.device)
+        place = torch.arange(len(alive))
         place[dead] = len(alive) + new[: len(dead)]
-        return both[(place[:, None] * g + torch.arange(g, device=place.device)).flatten().cpu()]
+        return both[(place[:, None] * g + torch.arange(g)).flatten()]
 
     def has_gradient(self, r: Rollout) -> Tensor:
         """bool[B]; without a KL price, rows of a group whose scores are all equal have none."""

@@ -218,7 +218,7 @@ class KTO(OfflineMethod):
         """Each answer's loss around the baseline."""
         cfg, ref = self.config, micro.ref_logps
         assert ref is not None
-        baseline = torch.tensor([self.baseline.value], device=ref.device)
+        baseline = torch.full((1,), self.baseline.value, device=ref.device)
         baseline = mismatched_kl(baseline) if cfg.loss == "kto" else baseline
         loss = unpaired_loss(
             self.module(micro.plain().trim()).logps.sum(1), ref, micro.label, cfg.loss, baseline=baseline,

@@ -260,7 +260,7 @@ class Reward(TextMethod):
 
     def denominators(self, mini: PreferenceBatch) -> dict[str, Tensor]:
         """How many pairs the loss of a mini-batch is averaged over."""
-        n = torch.tensor(len(mini), device=self.engine.device)
+        n = torch.full((), len(mini), device=self.engine.device)
         return {"reward": n, "center": n}
 
     def micro_batches(self, mini: PreferenceBatch) -> list[PreferenceBatch]:

@@ -15,36 +15,45 @@ const fold = (title, open, ...inside) => {
 
 // Runs in a table: filter, sort, open one, choose several.
 class Table {
-  constructor(host, open) {
-    Object.assign(this, {open, rows: [], sort: "date", up: false, chosen: new Set(), unfolded: new Set()});
+  constructor(host, open, change = null) {
+    Object.assign(this, {open, change, all: [], made: [], averaged: false, sort: "date", up: false, chosen: new Set(), unfolded: new Set()});
     this.word = el("input");
-    Object.assign(this.word, {type: "search", placeholder: "filter by name, method, state"});
+    Object.assign(this.word, {type: "search", placeholder: "filter by name, method, state, tag"});
     this.word.setAttribute("aria-label", "filter");
     this.word.oninput = () => this.draw();
     this.count = el("span", "rb-note");
     this.count.setAttribute("role", "status");
     this.go = button("compare", () => this.open([...this.chosen]), "rb-main");
     const bar = el("div", "rb-bar"), wrap = el("div", "rb-scroll");
-    bar.append(this.word, this.go, this.count);
+    this.mean = button("mean over seeds", () => { this.averaged = !this.averaged; this.draw(); });
+    bar.append(this.word, this.go, this.mean, this.count);
     wrap.tabIndex = 0;
     wrap.setAttribute("role", "region");
     wrap.setAttribute("aria-label", "runs");
     this.table = el("table", "rb-runs");
     wrap.append(this.table);
-    host.append(bar, wrap);
+    this.plane = el("div");
+    host.append(bar, wrap, fold("reward over KL, every run", false, this.plane));
   }
 
-  update(rows) { this.rows = rows; this.draw(); }
+  // `made`: a row for each experiment of several seeds, with means and half the width of their intervals.
+  update(rows, made) { this.all = rows; this.made = made; this.draw(); }
 
-  value(row, key) { return key in row ? row[key] : row.numbers[key] ?? -Infinity; }
+  get rows() {
+    if (!this.averaged) return this.all;
+    const inside = new Set(this.made.flatMap(r => r.stages.map(s => s.name)));
+    return [...this.made, ...this.all.filter(r => !inside.has(r.name))];
+  }
+
+  value(row, key) { return key === "tags" ? row.tags.join() : key in row ? row[key] : row.numbers[key] ?? -Infinity; }
 
   draw() {
     const words = this.word.value.toLowerCase().split(/\s+/).filter(Boolean);
-    const text = r => [r.name, r.kind, r.method, r.model, r.state, ...r.stages.map(s => s.name)].join(" ").toLowerCase();
+    const text = r => [r.name, r.kind, r.method, r.model, r.state, r.note, ...r.tags, ...r.stages.map(s => s.name)].join(" ").toLowerCase();
     const rows = this.rows.filter(r => words.every(w => text(r).includes(w)));
-    const numbers = [...new Set(this.rows.flatMap(r => Object.keys(r.numbers)))];
+    const numbers = [...new Set(this.rows.flatMap(r => Object.keys(r.numbers)))], said = this.change || this.rows.some(r => r.note || r.tags.length);
     const columns = [["name", "run"], ["method", "method"], ["model", "model"], ["state", "state"], ["share", "progress"],
-      ...numbers.map(n => [n, n]), ["date", "changed"]];
+      ...numbers.map(n => [n, n]), ...(said ? [["tags", "tags"], ["note", "note"]] : []), ["date", "changed"]];
     const sign = this.up ? 1 : -1;
     rows.sort((a, b) => {
       const [x, y] = [this.value(a, this.sort), this.value(b, this.sort)];
@@ -57,7 +66,7 @@ class Table {
       th.scope = "col";
       th.setAttribute("aria-sort", on ? (this.up ? "ascending" : "descending") : "none");
       th.append(button(title + (on ? (this.up ? " ▲" : " ▼") : ""), () => {
-        this.up = on ? !this.up : ["name", "method", "model", "state"].includes(key);
+        this.up = on ? !this.up : ["name", "method", "model", "state", "tags", "note"].includes(key);
         this.sort = key;
         this.draw();
       }));
@@ -70,8 +79,72 @@ class Table {
     thead.append(head);
     this.table.replaceChildren(thead, body);
     this.count.textContent = rows.length === this.rows.length ? `${rows.length} runs` : `${rows.length} of ${this.rows.length} runs`;
+    this.mean.hidden = !this.made.length;
+    this.mean.setAttribute("aria-pressed", this.averaged);
+    this.scatter(rows);
     this.go.disabled = this.chosen.size < 2;
     this.go.textContent = this.chosen.size < 2 ? "choose two to compare" : `compare ${this.chosen.size}`;
+  }
+
+  // The newest reward (gold where it is measured) of each run over its KL: which run bought most with its nats?
+  scatter(rows) {
+    const runs = rows.flatMap(r => r.kind === "seeds" || !r.stages.length ? [r] : r.stages).filter(r => r.numbers.KL != null);
+    const key = runs.some(r => r.numbers.gold != null) ? "gold" : "reward", dots = runs.filter(r => r.numbers[key] != null);
+    this.plane.parentElement.hidden = !dots.length;
+    if (!dots.length) return;
+    const svg = (tag, at, text) => {
+      const e = document.createElementNS("http://www.w3.org/2000/svg", tag);
+      for (const [k, v] of Object.entries(at)) e.setAttribute(k, v);
+      if (text !== undefined) e.textContent = text;
+      return e;
+    };
+    const [W, H, L, B] = [640, 300, 52, 34], methods = [...new Set(dots.map(r => r.method))];
+    const colors = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"];
+    const axis = (get, from, to) => {
+      const v = dots.map(get), low = Math.min(...v), high = Math.max(...v), room = (high - low || Math.abs(high) || 1) * 0.06;
+      return [low - room, high + room, x => from + (x - low + room) / (high - low + 2 * room) * (to - from)];
+    };
+    const [x0, x1, px] = axis(r => r.numbers.KL, L, W - 12), [y0, y1, py] = axis(r => r.numbers[key], H - B, 12);
+    const page = svg("svg", {viewBox: `0 0 ${W} ${H}`, role: "img", class: "rb-plane"});
+    page.append(svg("title", {}, `${key} over KL of ${dots.length} runs`));
+    const places = (low, high) => {
+      const raw = (high - low) / 5, power = 10 ** Math.floor(Math.log10(raw)), step = [1, 2, 5, 10].find(m => m * power >= raw) * power;
+      return [...Array(12).keys()].map(k => (Math.ceil(low / step) + k) * step).filter(x => x <= high);
+    };
+    for (const y of places(y0, y1)) page.append(svg("path", {d: `M${L} ${py(y)}H${W - 12}`, class: "rb-grid"}), svg("text", {x: L - 6, y: py(y) + 4, "text-anchor": "end"}, short(y)));
+    for (const x of places(x0, x1)) page.append(svg("text", {x: px(x), y: H - B + 16, "text-anchor": "middle"}, short(x)));
+    page.append(svg("text", {x: (L + W) / 2, y: H - 4, "text-anchor": "middle"}, "KL to the start, nats per answer"), svg("text", {x: 4, y: 11}, key));
+    for (const r of dots) {
+      const at = {cx: px(r.numbers.KL), cy: py(r.numbers[key]), r: 5, fill: colors[methods.indexOf(r.method) % 6], class: this.chosen.has(r.name) ? "rb-chosen" : ""};
+      const dot = svg("circle", at);
+      dot.append(svg("title", {}, `${r.name} (${r.method}): ${key} ${short(r.numbers[key])}, KL ${short(r.numbers.KL)}`));
+      dot.onclick = () => this.open(r.stages.length ? r.stages.map(s => s.name) : [r.name]);
+      page.append(dot);
+    }
+    const names = el("div", "rb-bar");
+    names.append(...methods.map((m, i) => {
+      const one = el("span", "rb-note"), mark = el("span", "", "● ");
+      mark.style.color = colors[i % 6];
+      one.append(mark, m);
+      return one;
+    }));
+    this.plane.replaceChildren(page, names);
+  }
+
+  // Tags and note of a run, edited.
+  edit(row) {
+    const box = el("dialog", "rb-dialog"), tags = el("input"), note = el("textarea"), said = el("p", "rb-note"), bar = el("div", "rb-bar");
+    Object.assign(tags, {value: row.tags.join(", "), maxLength: 800});
+    Object.assign(note, {value: row.note, maxLength: 2000, rows: 5});
+    const part = (text, field) => { const l = el("label", "", text); l.append(field); return l; };
+    bar.append(button("keep", async () => {
+      try { await this.change({run: row.name, request: "remark", tags: tags.value, note: note.value}); box.close(); }
+      catch (e) { said.textContent = `${e.message || e}`; }
+    }, "rb-main"), button("leave it", () => box.close()));
+    box.append(el("b", "", row.name), part("tags, with commas between", tags), part("note", note), said, bar);
+    box.onclose = () => box.remove();
+    this.table.parentElement.append(box);
+    box.showModal();
   }
 
   row(row, columns, inside) {
@@ -92,8 +165,17 @@ class Table {
     }
     tr.append(pick);
     for (const [key] of columns) {
-      const td = el("td", ["name", "method", "model", "state", "date"].includes(key) ? "" : "rb-number");
-      if (key === "name") td.append(button(row.name, () => this.open(row.stages.length ? row.stages.map(s => s.name) : [row.name]), "rb-link"));
+      const td = el("td", ["name", "method", "model", "state", "date"].includes(key) ? "" : ["tags", "note"].includes(key) ? "rb-said" : "rb-number");
+      if (key === "name") td.append(button(row.name, () => this.open(row.stages.length ? row.stages.map(s => s.name) : [row.name]), "rb-link"),
+        ...(row.parent && row.at != null ? [el("div", "rb-note", `from step ${row.at} of ${row.parent}: ${row.changed || "nothing changed"}`)] : []));
+      else if (key === "tags") {
+        td.append(...row.tags.map(t => button(t, () => { this.word.value = t; this.draw(); }, "rb-tag")));
+        if (this.change && row.kind !== "seeds") {
+          const b = button("✎", () => this.edit(row), "rb-link");
+          b.setAttribute("aria-label", `tags and note of ${row.name}`);
+          td.append(b);
+        }
+      } else if (key === "note") td.textContent = row.note;
       else if (key === "state") { td.append(el("span", `rb-${row.state}`, STATES[row.state] || ""), ` ${row.state}`); td.title = row.status; }
       else if (key === "share") {
         const bar = el("progress");
@@ -102,7 +184,7 @@ class Table {
         bar.setAttribute("aria-label", "progress");
         td.append(bar, row.total ? ` ${row.step.toLocaleString("en")} / ${row.total.toLocaleString("en")}` : ` ${row.step.toLocaleString("en")}`);
       } else if (key === "date") { td.textContent = ago(row.date); td.title = new Date(row.date * 1000).toLocaleString(); }
-      else td.textContent = key in row ? row[key] : row.numbers[key] == null ? "" : short(row.numbers[key]);
+      else td.textContent = key in row ? row[key] : row.numbers[key] == null ? "" : short(row.numbers[key]) + (row.half && row.half[key] != null ? ` ± ${short(row.half[key])}` : "");
       tr.append(td);
     }
     return tr;
@@ -111,10 +193,45 @@ class Table {
 
 // One run, or several laid over each other.
 class Compare {
-  constructor(host, ask) {
-    Object.assign(this, {host, ask, charts: new Map(), key: `rc-${Math.random()}`, window: null});
-    this.top = el("div"); this.lights = el("div"); this.curves = el("div"); this.below = el("div");
-    host.append(this.top, this.lights, this.curves, this.below);
+  constructor(host, ask, change = null) {
+    Object.assign(this, {host, ask, change, charts: new Map(), key: `rc-${Math.random()}`, window: null});
+    this.lights = el("div"); this.steer = el("div", "rb-bar"); this.curves = el("div"); this.below = el("div");
+    this.steer.hidden = true;
+    this.said = el("span", "rb-note");
+    this.said.setAttribute("role", "status");
+    host.append(this.lights, this.steer, this.curves, this.below);
+  }
+
+  // Asked of the run itself, or begun beside it: only where the page knows the word.
+  async send(what) {
+    try { this.said.textContent = await this.change({run: this.told.members[0], ...what}); }
+    catch (e) { this.said.textContent = `${e.message || e}`; }
+  }
+
+  tools() {
+    const {state, step} = this.told.runs[0], going = ["running", "paused"].includes(state), known = this.told.settings;
+    const shape = JSON.stringify([going, this.pinned ?? null, known.map(s => s.key)]);
+    if (shape === this.shape) return;
+    this.shape = shape;
+    this.steer.hidden = false;
+    const at = this.pinned ?? step, key = el("select"), value = el("input");
+    key.setAttribute("aria-label", "setting");
+    Object.assign(value, {size: 8, inputMode: "decimal"});
+    value.setAttribute("aria-label", "its new value");
+    const numbers = known.filter(s => s.values[0] != null && /^(true|false|none|[-+.\de]+)$/i.test(s.values[0]) && !/^(seed|steps)$|^(data|model)\./.test(s.key));
+    for (const s of numbers) { const o = el("option", "", s.key); o.value = s.key; key.append(o); }
+    const show = () => { value.value = numbers.find(s => s.key === key.value)?.values[0] ?? ""; };
+    key.onchange = show;
+    if (numbers.some(s => s.key === "kl_coef")) key.value = "kl_coef";
+    show();
+    const words = {true: true, false: false, none: null};
+    this.steer.replaceChildren(
+      ...(going ? ["pause", "resume", "save", "evaluate", "stop"].map(r => button(r, () => this.send({request: r}))) : []),
+      ...(at > 0 && numbers.length ? [el("span", "", `another future from step ${at.toLocaleString("en")}:`), key, value, button("begin it", () => {
+        const text = value.value.trim().toLowerCase(), x = text in words ? words[text] : Number(text || NaN);
+        if (Number.isNaN(x)) this.said.textContent = `${key.value} takes a number here, or true, false, none`;
+        else this.send({request: "fork", at, changes: {[key.value]: x}});
+      }, "rb-main")] : []), this.said);
   }
 
   update(told) {
@@ -144,6 +261,7 @@ class Compare {
       }
       if (!this.window) charts.update({panels: group.panels, axis: told.axis});
     }
+    if (this.change && !several && told.members.length === 1) this.tools();
     if (this.pinned == null) this.texts();
   }
 
@@ -151,12 +269,31 @@ class Compare {
     const told = this.told, open = new Set([...this.below.querySelectorAll("details[open]")].map(d => d.firstChild.textContent));
     const parts = [];
     if (told.answers.length) parts.push(fold(this.pinned == null ? "answers" : `answers at step ${this.pinned.toLocaleString("en")}`, true, this.answers(told.answers)));
+    if (told.paired.length) parts.push(fold("what the other setting did (pairs of one seed)", true, this.grid("paired differences", ["", "number", "difference", "pairs"], told.paired.map(p => {
+      const tr = el("tr"), sure = p.half != null && Math.abs(p.gap) > p.half;
+      tr.append(el("td", "", p.what), el("td", "", p.metric), el("td", "rb-number" + (sure ? " rb-sure" : ""), `${p.gap > 0 ? "+" : ""}${short(p.gap)} ${p.half == null ? "(one pair: no interval)" : `± ${short(p.half)}`}`), el("td", "rb-number", p.pairs));
+      return tr;
+    }))));
+    if (told.futures && told.futures.length) parts.push(fold("futures of this run", true, this.futures(told.futures)));
     const differ = told.settings.filter(s => s.differs);
     if (told.runs.length > 1) parts.push(fold(`settings that differ (${differ.length})`, true, this.settings("settings that differ", differ)));
     parts.push(fold("all settings", false, this.settings("all settings", told.settings)));
     if (told.events.length) parts.push(fold("events", false, this.list(told.events)));
     for (const part of parts) if (open.has(part.firstChild.textContent)) part.open = true;
     this.below.replaceChildren(...parts);
+  }
+
+  // The tree of a run and what was forked from it; a click lays a future over its parent.
+  futures(all) {
+    const list = el("ul", "rb-tree"), line = [];
+    for (const f of all) {
+      line[f.depth] = f.name;
+      const li = el("li"), runs = f.depth ? [line[f.depth - 1], f.name] : [f.name];
+      li.style.marginLeft = `${f.depth * 1.4}em`;
+      li.append(this.go ? button(f.name, () => this.go(runs), "rb-link") : f.name, f.depth ? ` from step ${f.at}: ${f.changed || "nothing changed"}` : "");
+      list.append(li);
+    }
+    return list;
   }
 
   grid(name, heads, rows) {
@@ -201,6 +338,7 @@ class Compare {
   // The samples of a step beside its line in every panel.
   async pin(step) {
     this.pinned = step;
+    if (this.change && this.told.members.length === 1) this.tools();
     for (const c of this.charts.values()) { c.pinned = step; c.plots.forEach(p => p.u && p.u.redraw(false)); }
     const found = await this.ask({step});
     if (this.pinned !== step) return;
@@ -230,13 +368,20 @@ async function board(host) {
     if (!response.ok) throw new Error(await response.text());
     return response.json();
   };
+  const word = new URLSearchParams(location.search).get("word");
+  const change = word && (async what => {
+    const response = await fetch("api/change", {method: "POST", headers: {"X-Word": word}, body: JSON.stringify(what)}), said = await response.text();
+    if (!response.ok) throw new Error(said);
+    show(false);
+    return said;
+  });
   const note = el("p", "rb-note"), home = el("div"), away = el("div");
   note.setAttribute("role", "status");
   host.append(note, home, away);
   const go = (runs, by = "step", pooled = true) => {
     location.hash = new URLSearchParams([...runs.map(r => ["run", r]), ["by", by], ["pooled", pooled ? 1 : 0]]).toString();
   };
-  const table = new Table(home, runs => go(runs));
+  const table = new Table(home, runs => go(runs), change);
   let view = null, turn = 0;
   async function show(fresh) {
     const at = new URLSearchParams(location.hash.slice(1)), runs = at.getAll("run"), mine = ++turn;
@@ -247,7 +392,7 @@ async function board(host) {
         const told = await ask("runs");
         if (mine !== turn) return;
         document.title = `Runs in ${told.folder}`;
-        table.update(told.runs);
+        table.update(told.runs, told.experiments);
       } else {
         const query = [...at], told = await ask("compare", query);
         if (mine !== turn) return;
@@ -273,7 +418,8 @@ async function board(host) {
             line.append(el("code", "", told.line));
             away.append(line);
           }
-          view = new Compare(place, more => ask("compare", [...query, ...Object.entries(more)]));
+          view = new Compare(place, more => ask("compare", [...query, ...Object.entries(more)]), change);
+          view.go = runs => go(runs);
         }
         view.update(told);
       }
@@ -299,5 +445,5 @@ for (const host of document.querySelectorAll(".rc-board, .rc-compare, .rc-runs")
     line.replaceChildren("in the next cell: ", el("code", "", `Runs(${JSON.stringify(told.folder)}).compare(${runs.map(r => JSON.stringify(r)).join(", ")})`));
   });
   host.append(place, line);
-  table.update(told.runs);
+  table.update(told.runs, told.experiments);
 }

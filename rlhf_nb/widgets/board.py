@@ -11,9 +11,11 @@ from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 from ..core import RunError, printable
+from ..run.control import start_fork
+from ..untrusted import Unreadable, json_value
 from .html import escape
 from .report import listen
-from .runs import Runs
+from .runs import Runs, experiments, remarks_of
 from .touch import module_text, page_file
 
 # %% auto #0
@@ -53,25 +55,55 @@ def _told(runs: Runs, path: str) -> tuple[str, str] | None:
         frame += "body{background:Canvas;color:CanvasText}"
         return "text/css; charset=utf-8", frame + page_file("charts.css") + page_file("board.css")
     if parts.path == "/api/runs":
-        told: object = {"folder": printable(str(runs.folder)), "runs": runs.rows()}
+        rows = runs.rows()
+        told: object = {"folder": printable(str(runs.folder)), "runs": rows, "experiments": experiments(rows)}
     elif parts.path == "/api/compare":
+        names = asked.get("run", [])[:40]
         try:
             window = (float(first("from")), float(first("to"))) if "from" in asked else None
             step = int(float(first("step"))) if "step" in asked else None
-            found = runs.compare(
-                *asked.get("run", [])[:40], by=first("by", "step"), pooled=first("pooled") != "0", window=window
-            )
-            told = found.data(step)
-        except (RunError, ValueError, OverflowError):
+        except (ValueError, OverflowError):
             return None
+        found = runs.compare(*names, by=first("by", "step"), pooled=first("pooled") != "0", window=window)
+        told = found.data(step) | {"futures": runs.futures(found.readers[0].label) if len(names) == 1 else []}
     else:
         return None
     return "application/json", json.dumps(told, allow_nan=False)
 
 
+def _change(runs: Runs, body: bytes) -> tuple[str, str]:
+    """Do what a person asked for on the page: notes and tags, a request to a run, a fork; returns what is said.
+
+    Raises:
+        RunError: it can't be done.
+    """
+    try:
+        told = json_value(body)
+        name, request = str(told["run"]), str(told["request"])
+    except (Unreadable, TypeError, KeyError) as error:
+        raise RunError("name a run and a request") from error
+    place = runs.place(name)
+    if request == "remark":
+        tags = [t.strip() for t in str(told.get("tags", "")).split(",") if t.strip()]
+        runs.note(name, str(told.get("note", "")))
+        runs.tag(name, *tags, remove=[t for t in remarks_of(place)["tags"] if t not in tags])
+        said = "kept"
+    elif request == "fork":
+        changes = told.get("changes")
+        if type(told.get("at")) is not int or not isinstance(changes, dict):
+            raise RunError("a fork needs a step and what is changed")
+        said = f"it begins; what it says: {start_fork(place, told['at'], changes)}"
+    elif (reader := runs.open(name)).others or reader.status.over:
+        raise RunError(f"{name} is over, or another program's, so it can't be asked")
+    else:
+        reader.run_dir.request(request, told.get("key"), told.get("value"))
+        said = f"{request}: asked, waiting for the end of the step"
+    return "text/plain; charset=utf-8", printable(said)
+
+
 def serve_board(
     folder: str | Path = "runs", port: int = 8765, host: str = "127.0.0.1", block: bool = True,
-    say: Callable[[str], None] | None = print,
+    say: Callable[[str], None] | None = print, steer: bool = False,
 ) -> ThreadingHTTPServer:  # fmt: skip
     """Serve a page with all runs of a folder, to be looked at and compared.
 
@@ -81,6 +113,7 @@ def serve_board(
         host: "0.0.0.0" lets other machines look, by an address with a secret word.
         block: False returns at once; the server then runs in a thread, until `server.shutdown()`.
         say: is told the address.
+        steer: who has the address that is told may write notes and tags, ask runs for things, and fork them.
 
     Raises:
         RunError: there is no such folder, or the port is taken.
@@ -94,4 +127,14 @@ def serve_board(
             return None
         return _told(runs, path[len(secret) + 1 :] if secret else path)
 
-    return listen("runs", answer, port, host, block, say, _RULE, f"{secret}/" if secret else "")
+    word = secrets.token_urlsafe(12) if steer else ""
+
+    def change(path: str, given: str, body: bytes) -> tuple[str, str] | None:
+        if path != f"/{secret}/api/change".replace("//", "/"):
+            return None
+        if not (word and secrets.compare_digest(given.encode("utf-8", "replace"), word.encode())):
+            raise RunError("this address may only look; the board tells another one when it was started with --steer")
+        return _change(runs, body)
+
+    at = (f"{secret}/" if secret else "") + (f"?word={word}" if word else "")
+    return listen("runs", answer, port, host, block, say, _RULE, at, change)

@@ -14,7 +14,10 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from ..core import RunError, printable
+from ..errors import RlhfError
 from ..run.callbacks import Callback, RunView
+from ..run.control import start_fork
+from ..strict import dotted, parse_overrides
 from .charts import Axes, Panel, line_chart
 from .html import escape
 from .kernel import Pump, front_end, in_notebook
@@ -34,7 +37,11 @@ _BUTTONS = (
     ("save", "Save now", "write a checkpoint"),
     ("evaluate", "Evaluate", "measure on held-out prompts"),
     ("stop", "Stop", "end after this step, with a checkpoint"),
-    ("fork", "Fork here", "a checkpoint, and the command that begins another future from it"),
+    (
+        "fork",
+        "Fork here",
+        "begin another future with the changed settings beside this; without any: say the command for it",
+    ),
 )
 
 
@@ -46,11 +53,14 @@ class _Knobs:
 
         self.board = board
         self.shown: dict[str, float] = {}  # values that sliders were given by us, not by a person
+        self.changes = w.Text(placeholder="kl_coef=0.2", layout=w.Layout(width="130px"))
+        self.changes.tooltip = "what a fork changes: settings that are numbers"
         self.buttons = []
         for request, text, hint in _BUTTONS:
             style = "warning" if request == "stop" else ""
             button = w.Button(description=text, tooltip=hint, button_style=style, layout=w.Layout(width="auto"))
-            button.on_click(lambda _, request=request: board.ask(request))
+            key = (lambda: self.changes.value or None) if request == "fork" else (lambda: None)
+            button.on_click(lambda _, request=request, key=key: board.ask(request, key()))
             self.buttons.append(button)
         self.group = w.Dropdown(options=[*LAYOUT, "all"], value=board.group, layout=w.Layout(width="130px"))
         self.group.observe(lambda change: setattr(board, "group", change["new"]), names="value")
@@ -61,7 +71,7 @@ class _Knobs:
         self.smoothing.observe(lambda change: setattr(board, "smoothing", change["new"]), names="value")
         self.sliders = {key: self._slider(w, key) for key in _SLIDERS}
         self.curves, self.data, self.words = w.HTML(), w.HTML(), w.HTML()
-        top = w.HBox([*self.buttons, self.group, self.smoothing], layout=w.Layout(flex_flow="row wrap"))
+        top = w.HBox([*self.buttons, self.changes, self.group, self.smoothing], layout=w.Layout(flex_flow="row wrap"))
         knobs = w.HBox(list(self.sliders.values()), layout=w.Layout(flex_flow="row wrap"))
         self.box = w.VBox([top, knobs, self.words, self.curves, self.data])
 
@@ -82,7 +92,7 @@ class _Knobs:
 
     def interactive(self) -> list[Any]:
         """The widgets that a person can use."""
-        return [*self.buttons, self.group, self.smoothing, *self.sliders.values()]
+        return [*self.buttons, self.changes, self.group, self.smoothing, *self.sliders.values()]
 
     def follow(self, controls: Mapping[str, Mapping[str, float]], force: str = "") -> None:
         """Show the sliders that the run offers, at the values it has; `force` names one that must jump back."""
@@ -131,14 +141,17 @@ class _Requests:
         while self.waiting:
             request, key, value = self.waiting.popleft()
             run = self.target()
+            if request == "fork" and key is not None:
+                self.answer = self._begin_fork(run, key)
+                continue
             if request == "fork":
                 if run.status.over:
                     self.answer = self._fork_line(run.status.step)
                     continue
                 self._checkpoint, request = self._newest_checkpoint(), "save"
             what = request if value is None else f"{key} = {value:.4g}"
-            if run.status.over:
-                self.answer = f"{what}: the run is over, so it can't be asked any more"
+            if run.status.over or run.others:
+                self.answer = f"{what}: the run is over, or another program's, so it can't be asked"
                 continue
             try:
                 run.run_dir.request(request, key, value)
@@ -153,6 +166,14 @@ class _Requests:
             self.reply, self.answer = control, f"step {control.get('step', 0):,}: {control_text(control)}"
         if self._checkpoint is not None and (newest := self._newest_checkpoint()) > self._checkpoint:
             self.answer, self._checkpoint = self._fork_line(newest), None
+
+    def _begin_fork(self, run: RunReader, changes: str) -> str:
+        """Begin another future from the present step; returns what is said of it."""
+        try:
+            log = start_fork(run.path, run.status.step, dotted(parse_overrides(changes.split())))
+        except RlhfError as error:  # no number, no such folder, no KEY=VALUE
+            return f"no fork: {error}"
+        return f"another future of step {run.status.step:,} begins beside this run; what it says: {log}"
 
     def _newest_checkpoint(self) -> int:
         """The step of the run's newest checkpoint; 0: none."""

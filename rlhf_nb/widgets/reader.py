@@ -23,15 +23,19 @@ from ..core import RunError
 from ..files import FileRefused, open_regular
 from ..run.log import FORMAT, RunDir
 from ..untrusted import MAX_DEPTH, Unreadable, json_value
+from .imported import MAX_IMPORT, log_files, read_import
 
 Floats = npt.NDArray[np.float64]
 Keys = npt.NDArray[np.int64]
 
 # %% auto #0
 __all__ = ['Floats', 'Keys', 'Series', 'parse_lines', 'columns', 'columns_at_once', 'Status', 'spell_seconds', 'Tail',
-           'SampleIndex', 'RunReader', 'find_runs', 'open_runs']
+           'SampleIndex', 'RunReader', 'open_runs']
 
 # %% ../../nbs/widgets/reader.ipynb #dbf649bd
+_MOST = 1e100  # beyond are NaN, infinity, and numbers whose squares and differences overflow
+
+
 class Series:
     """One metric: at most `limit` points, with every bucket's minimum, maximum and mean, and the last value exactly.
 
@@ -48,7 +52,7 @@ class Series:
         self._waiting = 0
 
     def extend(self, steps: Floats, values: Floats) -> None:
-        """Take in values (NaN and Inf are counted, and left out of the curve)."""
+        """Take in values (NaN, and what no fp32 number reaches, are counted, and left out of the curve)."""
         if not len(values):
             return
         self.count += len(values)
@@ -65,7 +69,7 @@ class Series:
             return
         s, v = (np.concatenate(x) for x in zip(*self._new))
         self._new, self._waiting = [], 0
-        good = np.isfinite(v)
+        good = np.abs(v) < _MOST
         if not good.all():
             s, v, self.nonfinite = s[good], v[good], self.nonfinite + int(len(v) - good.sum())
         starts = np.concatenate([self._rows[0], s])
@@ -93,7 +97,7 @@ class Series:
         keep = np.ones(len(s), dtype=bool)
         keep[1::2] = s[1::2] != s[::2]
         s, v = s[keep], v[keep]
-        if self.last is not None and math.isfinite(self.last[1]) and (not len(s) or s[-1] < self.last[0]):
+        if self.last is not None and abs(self.last[1]) < _MOST and (not len(s) or s[-1] < self.last[0]):
             s, v = np.append(s, self.last[0]), np.append(v, self.last[1])
         return s, v
 
@@ -411,6 +415,9 @@ def _controls(told: Any) -> dict[str, dict[str, float]]:
     return {k: {n: x for n, x in v.items() if math.isfinite(x)} for k, v in numbers.items()}
 
 
+_EVAL = b'"type": "eval"'
+
+
 def _usable(config: dict[str, Any]) -> dict[str, Any]:
     """A configuration whose numbers that views compute with are numbers."""
     return {k: v for k, v in config.items() if k not in ("steps", "kl_budget", "kl_target") or type(v) in (int, float)}
@@ -444,9 +451,13 @@ class RunReader:
         self._samples = SampleIndex(self.run_dir.samples_path)
         self._config: tuple[float, dict[str, Any]] = (-1.0, {})
         self._grew = time.monotonic()
+        self.problem = ""  # why a log of another program could not be read
+        self._stamp: list[tuple[int, float, int]] = []  # of its files; empty: there are none
 
     def poll(self) -> bool:
         """Take in what was written since the last time; True when anything was, or when the log was cut."""
+        if others := self.others:
+            return self._import(others, MAX_IMPORT)
         cut = self._tail.replaced()
         if cut:
             self._tail.rewind()
@@ -467,15 +478,49 @@ class RunReader:
         Args:
             most: bytes of each.
         """
+        if others := self.others:
+            self._import(others, 4 << 20)
         with suppress(OSError), open_regular(self.run_dir.metrics_path) as f:
             size, head = os.fstat(f.fileno()).st_size, f.read(most)
             f.seek(max(most, size - most))
             tail = f.read(most)
             if size <= 2 * most:
                 head, tail = head + tail, b""
+            elif _EVAL not in tail:  # the newest evaluation may be somewhat earlier
+                f.seek(max(most, size - 24 * most))
+                earlier = f.read(min(23 * most, size - 2 * most))
+                at = earlier.rfind(_EVAL)
+                line = earlier[earlier.rfind(b"\n", 0, at) + 1 : earlier.find(b"\n", at) + 1] if at >= 0 else b""
+                self._take(parse_lines(line)[0])
             for block in (head[: head.rfind(b"\n") + 1], tail[tail.find(b"\n") + 1 : tail.rfind(b"\n") + 1]):
                 self._take(parse_lines(block)[0])
             self._grew = time.monotonic() - self._age()
+
+    @property
+    def others(self) -> list[Path]:
+        """Files in which another program logged this run; empty: it is one of this package, or not there yet."""
+        found = log_files(self.path)
+        return [] if found == [self.run_dir.metrics_path] else found
+
+    def _import(self, files: list[Path], most: int) -> bool:
+        """Take in what another program logged, when it has changed; True when it has."""
+        with suppress(OSError):
+            about = [os.stat(path) for path in files]
+            if (stamp := [(s.st_ino, s.st_mtime, s.st_size) for s in about]) == self._stamp:
+                return False
+            self._clear()
+            found = read_import(files, most)
+            self._stamp, self.problem, self._config = stamp, found.problem, (-1.0, _usable(found.config))
+            method = "transformers" if files[0].name.endswith(".json") else "TensorBoard"
+            self._note("start", {"method": method, "total_steps": found.total})
+            self._extend(found.numbers)
+            age = max(0.0, time.time() - max(s.st_mtime for s in about))
+            self._grew = time.monotonic() - age
+            if age > 600 or self.step >= (found.total or math.inf):
+                self._note("end", {"step": self.step, "reason": None})
+            self.generation += 1
+            return True
+        return False
 
     def _clear(self) -> None:
         """Forget what was read; the log begins again."""
@@ -635,35 +680,13 @@ class RunReader:
     @property
     def note(self) -> str:
         """What is unusual about the log itself, in words; empty when nothing is."""
-        parts = [f"{self.damaged} line(s) of the log are damaged and were left out"] if self.damaged else []
+        parts = [self.problem] if self.problem else []
+        parts += [f"{self.damaged} line(s) of the log are damaged and were left out"] if self.damaged else []
         if isinstance(self.format, int) and self.format > FORMAT:
             parts.append(f"the log has format {self.format}, this reads {FORMAT}: something may be missing")
         return "; ".join(parts)
 
 # %% ../../nbs/widgets/reader.ipynb #51338b02
-_NO_RUNS = {"checkpoints", "figures", "model", "rolled-back"}  # folders inside a run
-
-
-def find_runs(folder: str | Path, depth: int = 5) -> list[Path]:
-    """Run directories in a folder (itself, or some levels below), the newest last; links are not followed.
-
-    Args:
-        folder: which need not be there.
-        depth: how many levels below.
-    """
-    found: list[tuple[float, str]] = []
-    waiting = [(str(folder), depth)]
-    while waiting:
-        place, left = waiting.pop()
-        with suppress(OSError), os.scandir(place) as entries:  # it went away, or isn't ours to read
-            for entry in entries:
-                if entry.name == "metrics.jsonl" and entry.is_file(follow_symlinks=False):
-                    found.append((entry.stat().st_mtime, place))
-                elif left and entry.is_dir(follow_symlinks=False) and entry.name not in _NO_RUNS:
-                    waiting.append((entry.path, left - 1))
-    return [Path(place) for _, place in sorted(found)]
-
-
 def open_runs(runs: Any, points: int = 2000) -> list[RunReader]:
     """Readers of one run or several, with labels that tell them apart.
 

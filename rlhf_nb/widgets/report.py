@@ -22,12 +22,13 @@ from rich.table import Table
 from rich.text import Text
 
 from ..run.callbacks import short_number
-from ..core import RunError, printable
+from ..core import RlhfError, RunError, printable
 from .charts import Panel, line_chart, to_png
 from ..run.health import health_of
 from .html import escape, table_html
 from .panels import LAYOUT, control_text, page_groups, runs_html, standing
 from ..untrusted import dump_yaml
+from .imported import find_runs, log_files
 from .reader import RunReader, open_runs
 from .touch import charts_html, code_html, module_text
 
@@ -185,6 +186,8 @@ def screen(readers: Sequence[RunReader]) -> RenderableType:
     parts: list[RenderableType] = []
     for reader in readers:
         parts.append(_shown(f"{reader.label}: {standing(reader)}", style="bold"))
+        if reader.status.over and not all(r.status.over for r in readers):
+            continue  # an earlier stage: the one that goes on is to be seen
         table = Table(box=None, pad_edge=False, show_header=False)
         for spec in LAYOUT["overview"]:
             for keys in spec.lines.values():
@@ -209,46 +212,68 @@ def screen(readers: Sequence[RunReader]) -> RenderableType:
     return Group(*parts)
 
 # %% ../../nbs/widgets/report.ipynb #ef339d8c
-def watch(run: Any, every: float = 1.0, console: Console | None = None, once: bool = False) -> None:
+def _look(asked: Sequence[RunReader], known: dict[Path, RunReader]) -> tuple[list[RunReader], bool]:
+    """Runs that were asked for, or those inside of a folder, read anew; and whether nothing more is to be expected.
+
+    Args:
+        asked: a folder of each.
+        known: readers of runs inside, by folder; it grows.
+    """
+    readers, going = list[RunReader](), False
+    for one in asked:
+        inside = [] if log_files(one.path) else find_runs(one.path)
+        for path in inside:
+            label = f"{one.label}/{path.relative_to(one.path).as_posix()}"
+            readers.append(known.setdefault(path, RunReader(path, label=label)))
+        readers += [] if inside else [one]
+        names = [n.name for n in one.path.iterdir()] if inside else []
+        going |= "config.yaml" in names and "results.json" not in names  # a pipeline between two stages
+    for reader in readers:
+        reader.poll()
+    return readers, not going and all(r.status.over for r in readers)
+
+
+def watch(run: Any, every: float = 1.0, console: Console | None = None, once: bool = False) -> bool:
     """Show a run in the terminal until it is over; Ctrl-C ends the watching, not the run.
 
     Args:
-        run: a path, or several; it need not exist yet.
+        run: a path, or several; of a pipeline, a sweep or any folder of runs, too. It need not exist yet.
         every: seconds between two looks.
         console: where to draw; standard output by default.
         once: draw one screen and return (so does a console that is no terminal, after the run is over).
+
+    Returns:
+        Whether there is a run.
     """
-    readers, console = open_runs(run), console or Console()
-    for reader in readers:
-        reader.poll()
-    if once:
-        return console.print(screen(readers))
+    asked, console, known = open_runs(run), console or Console(), dict[Path, RunReader]()
+    readers, over = _look(asked, known)
     with suppress(KeyboardInterrupt):
-        if not console.is_terminal:  # a file or a pipe: a line when something happens, the screen at the end
-            _follow_plainly(readers, every, console)
-            return console.print(screen(readers))
-        with Live(screen(readers), console=console, auto_refresh=False) as live:
-            while not all(r.status.over for r in readers):
+        if once or not console.is_terminal:  # a file or a pipe: a line when something happens, the screen at the end
+            said: dict[str, tuple[str, int]] = {}
+            while not once:
+                _tell_changes(readers, said, console)
+                if over:
+                    break
                 time.sleep(every)
-                for reader in readers:
-                    reader.poll()
-                live.update(screen(readers), refresh=True)
+                readers, over = _look(asked, known)
+            console.print(screen(readers))
+        else:
+            with Live(screen(readers), console=console, auto_refresh=False) as live:
+                while not over:
+                    time.sleep(every)
+                    readers, over = _look(asked, known)
+                    live.update(screen(readers), refresh=True)
+    return any(r.status.state != "waiting" for r in readers)
 
 
-def _follow_plainly(readers: Sequence[RunReader], every: float, console: Console) -> None:
-    """One line whenever a run's state changes, or it has advanced by a tenth."""
-    said: dict[str, tuple[str, int]] = {}
-    while True:
-        for reader in readers:
-            reader.poll()
-            s = reader.status
-            mark = (s.state, s.step * 10 // s.total if s.total else 0)
-            if said.get(reader.label) != mark:
-                said[reader.label] = mark
-                console.print(_shown(f"{reader.label}: {s}"), highlight=False, soft_wrap=True)
-        if all(r.status.over for r in readers):
-            return
-        time.sleep(every)
+def _tell_changes(readers: Sequence[RunReader], said: dict[str, tuple[str, int]], console: Console) -> None:
+    """One line for each run whose state has changed, or that has advanced by a tenth."""
+    for reader in readers:
+        s = reader.status
+        mark = (s.state, s.step * 10 // s.total if s.total else 0)
+        if said.get(reader.label) != mark:
+            said[reader.label] = mark
+            console.print(_shown(f"{reader.label}: {s}"), highlight=False, soft_wrap=True)
 
 # %% ../../nbs/widgets/report.ipynb #75bf3ec6
 def metrics_text(run: Any) -> str:
@@ -336,12 +361,14 @@ def serve_metrics(
 def listen(
     what: str, answer: Callable[[str], tuple[str, str] | None], port: int, host: str, block: bool,
     say: Callable[[str], None] | None = None, rule: str = "default-src 'none'", at: str = "metrics",
+    change: Callable[[str, str, bytes], tuple[str, str] | None] | None = None,
 ) -> ThreadingHTTPServer:  # fmt: skip
-    """Answer GET requests, one at a time.
+    """Answer requests, one at a time.
 
     Args:
         what: is served.
-        answer: from the path, with its query, to kind and text of the answer; None: there is nothing.
+        answer: from the path, with its query, to kind and text of the answer; None: there is nothing. A RunError is
+            said.
         port: 0 takes a free one.
         host: of this machine. On a loopback address only requests that name one are answered, so that no page of
             another site reads what is here by pointing its own name at this machine.
@@ -349,6 +376,7 @@ def listen(
         say: is told the address.
         rule: the content security policy.
         at: the path of the address that is told.
+        change: as `answer`, for POST requests below 100 kB: from path, the header X-Word, and body.
 
     Raises:
         RunError: the port is taken, or not allowed.
@@ -359,18 +387,33 @@ def listen(
         timeout = 30  # seconds that a connection may say nothing
 
         def do_GET(self) -> None:
+            self.reply(lambda: answer(self.path))
+
+        def do_POST(self) -> None:
+            size = self.headers.get("Content-Length", "")
+            body = self.rfile.read(int(size)) if re.fullmatch(r"[0-9]{1,5}", size) else b""
+            self.reply(lambda: change(self.path, self.headers.get("X-Word", ""), body) if change and body else None)
+
+        def reply(self, find: Callable[[], tuple[str, str] | None]) -> None:
             asked = re.sub(r":\d*$", "", self.headers.get("Host", "")).lower()
-            with lock:
-                found = answer(self.path) if asked in near or host not in (*near, "::1") else None
-            kind, text = found or ("text/plain; charset=utf-8", f"only {what} of this machine are served here\n")
+            code, kind, text = 404, "text/plain; charset=utf-8", f"only {what} of this machine are served here\n"
+            if asked in near or host not in (*near, "::1"):
+                try:
+                    with lock:
+                        found = find()
+                    code, (kind, text) = (200, found) if found else (404, (kind, "there is nothing at this address\n"))
+                except Exception as error:  # a folder of runs may hold anything
+                    known = isinstance(error, RlhfError)
+                    code, text = (404, str(error)) if known else (500, printable(f"{type(error).__name__}: {error}"))
             body = text.encode("utf-8", "replace")
-            self.send_response(200 if found else 404)
+            self.send_response(code)
             more = {"Content-Security-Policy": rule, "X-Content-Type-Options": "nosniff"}
             more |= {"Referrer-Policy": "no-referrer", "Cache-Control": "no-store", "Content-Length": str(len(body))}
             for name, value in {"Content-Type": kind, **more}.items():
                 self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(body)
+            with suppress(ConnectionError):  # who asked has gone away
+                self.end_headers()
+                self.wfile.write(body)
 
         def log_message(self, format: str, *args: Any) -> None:
             """Say nothing."""

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import base64
+import hashlib
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -16,22 +18,33 @@ import numpy as np
 
 from ..console import me
 from ..core import RunError, did_you_mean, printable, t_quantile
-from ..files import open_regular
+from ..files import open_regular, read_regular, write_whole
 from ..run.health import health_of
 from ..strict import dotted
+from ..untrusted import json_value
 from .charts import Floats, to_png
 from .html import table_html
 from .kernel import front_end
 from .panels import AXES, group_panels, page_groups, standing
-from .reader import RunReader, find_runs
+from .imported import find_runs, log_files
+from .reader import RunReader
 from .report import answer_row, event_text
 from .touch import chart_data, code_html, inert_json
 
 # %% auto #0
-__all__ = ['Pool', 'pooled_by_seed', 'settings_compared', 'answers_compared', 'RunComparison', 'Runs', 'runs_told']
+__all__ = ['remarks_of', 'Pool', 'pooled_by_seed', 'experiments', 'paired_differences', 'settings_compared', 'answers_compared',
+           'RunComparison', 'Runs', 'runs_told']
 
 # %% ../../nbs/widgets/runs.ipynb #329853aa
-_NUMBERS = {"reward": "objective/scores reward", "KL": "objective/kl", "accuracy": "rewards/accuracies", "loss": "loss"}
+_NUMBERS = {
+    "reward": "objective/scores reward",
+    "gold": "eval/gold rewards/gold",
+    "KL": "objective/kl",
+    "accuracy": "rewards/accuracies",
+    "loss": "loss",
+}
+_OF_A_SEED = ("seed", "output_dir")  # settings that may differ between runs of one experiment
+_SEEDED = re.compile(rb"^(?:seed|output_dir):.*\n?", re.MULTILINE)
 _MODEL = re.compile(rb"^model:\n(?:  .*\n)*?  name_or_path: (.*)$", re.MULTILINE)
 _OF_GROUPS = {"sweep.json": "sweep", "results.json": "pipeline", "config.yaml": "pipeline"}  # files of a folder of runs
 
@@ -40,20 +53,43 @@ def _row_of(path: Path, name: str) -> dict[str, Any]:
     """What a table says of one run."""
     reader = RunReader(path, points=8)
     reader.glance()
-    status, model = reader.status, b""
+    status, settings = reader.status, b""
     with suppress(OSError), open_regular(reader.run_dir.config_path) as file:
-        found = _MODEL.search(file.read(1 << 14))
-        model = found[1].strip(b"'\"") if found else b""
+        settings = file.read(1 << 16)
+    found = _MODEL.search(settings)
+    model = found[1].strip(b"'\"") if found else b""
     begun = next((e for e in reader.events if e["type"] == "start"), {})
     named = {n: next((k for k in keys.split() if k in reader.keys), "") for n, keys in _NUMBERS.items()}
     numbers = {n: reader.last(key) for n, key in named.items()}
     share = min(1.0, status.step / status.total) if status.total else float(status.over)
     return {
         "name": name, "kind": "run", "method": printable(str(begun.get("method", ""))), "stages": [],
-        "model": printable(model.decode("utf-8", "replace")), "state": status.state, "status": printable(str(status)),
+        "model": printable(model.decode("utf-8", "replace")),
+        "state": status.state, "status": printable(standing(reader)),
         "step": status.step, "total": status.total, "share": share,
+        "experiment": hashlib.sha256(_SEEDED.sub(b"", settings)).hexdigest()[:16] if settings else "",
         "numbers": {n: x for n, x in numbers.items() if x is not None and np.isfinite(x)},
     }  # fmt: skip
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    """A small JSON object beside a run; empty where there is none."""
+    with suppress(OSError, ValueError):
+        told = json_value(read_regular(path, 1 << 16))
+        return told if isinstance(told, dict) else {}
+    return {}
+
+
+def remarks_of(path: Path) -> dict[str, Any]:
+    """Tags and note that a person gave a run.
+
+    Args:
+        path: its folder.
+    """
+    told = _facts(path / "notes.json")
+    note, tags = told.get("note"), told.get("tags")
+    kept = [printable(t)[:40] for t in tags[:20] if isinstance(t, str)] if isinstance(tags, list) else []
+    return {"note": printable(note)[:2000] if isinstance(note, str) else "", "tags": kept}
 
 
 def _group_row(name: str, kind: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -63,14 +99,17 @@ def _group_row(name: str, kind: str, rows: list[dict[str, Any]]) -> dict[str, An
     short = [r["name"].removeprefix(f"{name}/") for r in rows]
     whole = all(r["total"] for r in rows)
     return last | {
-        "name": name, "kind": kind, "stages": rows, "state": state, "status": f"{len(rows)} runs",
+        "name": name, "kind": kind, "stages": rows, "state": state, "status": f"{len(rows)} runs", "parent": "",
         "method": f"{kind}: {' → '.join(short[:5])}{' …' if len(short) > 5 else ''}", "model": rows[0]["model"],
         "step": sum(r["step"] for r in rows), "total": sum(r["total"] for r in rows) if whole else None,
         "share": sum(r["share"] for r in rows) / len(rows),
     }  # fmt: skip
 
 # %% ../../nbs/widgets/runs.ipynb #d49429f0
-_OF_A_SEED = ("seed", "output_dir")  # settings that may differ between runs of one experiment
+def _half(values: Floats) -> Floats:
+    """Half the width of the 95 % interval of a mean over the first axis (Student's t)."""
+    n = len(values)
+    return np.asarray(t_quantile(0.95, n - 1) * np.std(values, axis=0, ddof=1) / np.sqrt(n))
 
 
 class Pool:
@@ -96,8 +135,7 @@ class Pool:
         values: Floats = np.array([np.interp(grid, s, v) for s, v in known])
         if not key.endswith("_stderr"):
             return grid, values.mean(0)
-        n = len(values)
-        return grid, t_quantile(0.95, n - 1) * np.std(values, axis=0, ddof=1) / np.sqrt(n)
+        return grid, _half(values)
 
     series = means
 
@@ -114,6 +152,70 @@ def pooled_by_seed(readers: Sequence[RunReader]) -> list[Any]:
         alike.setdefault(repr(sorted(known.items())) if known else str(reader.path), []).append(reader)
     usable = {k: [r for r in group if len(r.means("time")[0])] for k, group in alike.items()}
     return [x for k, group in alike.items() for x in ([Pool(group)] if len(usable[k]) == len(group) > 1 else group)]
+
+# %% ../../nbs/widgets/runs.ipynb #0a33a9e4
+def experiments(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of finished runs that differ only in their seed as one row each: means, and half the width of their
+    95 % interval.
+
+    Args:
+        rows: of `Runs.rows`.
+    """
+    alike: dict[str, list[dict[str, Any]]] = {}
+    for one in (r for row in rows for r in (row["stages"] or [row]) if r["state"] in ("ended", "silent")):
+        alike.setdefault(one["experiment"] and f"{one['experiment']} {one['method']}", []).append(one)
+    made = []
+    for members in (m for key, m in alike.items() if key and len(m) > 1):
+        shared = [n for n in _NUMBERS if all(n in r["numbers"] for r in members)]
+        values = {n: np.array([r["numbers"][n] for r in members]) for n in shared}
+        name = f"{members[0]['name']} and {len(members) - 1} other seed{'s' if len(members) > 2 else ''}"
+        made.append(_group_row(name, "seeds", members) | {
+            "method": members[0]["method"], "note": "", "tags": [],
+            "numbers": {n: float(v.mean()) for n, v in values.items()},
+            "half": {n: float(_half(v)) for n, v in values.items()}, "date": max(r["date"] for r in members),
+        })  # fmt: skip
+    return made
+
+
+def _gap(first: RunReader, second: RunReader, keys: Sequence[str]) -> float | None:
+    """How much larger a metric of the second run is, over the later half of the steps that both made; None: unknown.
+
+    Of a fork and its parent, over all steps behind the fork.
+    """
+    key = next((k for k in keys if k in first.keys and k in second.keys), "")
+    (a, x), (b, y) = first.means(key), second.means(key)
+    if not len(a) or not len(b):
+        return None
+    forks = [at for r in (first, second) if type(at := _facts(r.path / "fork.json").get("at")) is int]
+    end = min(a[-1], b[-1])
+    kept = (b > max(forks, default=end / 2)) & (b <= end)
+    return float((y[kept] - np.interp(b[kept], a, x)).mean()) if kept.any() else None
+
+
+def paired_differences(readers: Sequence[RunReader]) -> list[dict[str, Any]]:
+    """What other settings did: each further experiment less the first one, in pairs of runs with the same seed.
+
+    Runs of one seed share their random numbers, a fork with its parent most of all, so what is left is the setting.
+    Student's 95 % interval is over pairs; a single pair has none.
+
+    Args:
+        readers: of runs; those that differ only in their seed are one experiment.
+    """
+    groups: dict[str, dict[Any, RunReader]] = {}
+    for reader in readers:
+        known = {k: v for k, v in dotted(reader.config).items() if k not in _OF_A_SEED}
+        groups.setdefault(repr(sorted(known.items())), {}).setdefault(reader.config.get("seed"), reader)
+    rows, (base, *others) = [], [*groups.values()]
+    for other in others:
+        pairs = [(base[s], r) for s, r in other.items() if s is not None and s in base]
+        for title, keys in _NUMBERS.items():
+            gaps = np.array([g for a, b in pairs if (g := _gap(a, b, keys.split())) is not None and np.isfinite(g)])
+            if len(gaps):
+                what = f"{pairs[0][1].label} less {pairs[0][0].label}"
+                half = float(_half(gaps)) if len(gaps) > 1 else None
+                told = {"gap": float(gaps.mean()), "half": half, "pairs": len(gaps)}
+                rows.append({"what": printable(what), "metric": title, **told})
+    return rows
 
 # %% ../../nbs/widgets/runs.ipynb #3ca58342
 def settings_compared(readers: Sequence[RunReader]) -> list[dict[str, Any]]:
@@ -136,8 +238,11 @@ def answers_compared(readers: Sequence[RunReader], step: int | None = None, most
     """
     newest: dict[str, list[dict[str, Any] | None]] = {}
     for i, reader in enumerate(readers):
-        until = None if step is None else max((s for s in reader.sample_steps if s <= step), default=-1)
-        for row in map(answer_row, reader.samples(until, last=400)):
+        rows = list[dict[str, Any]]()
+        with suppress(OSError):  # a directory, a link out of the folder
+            until = None if step is None else max((s for s in reader.sample_steps if s <= step), default=-1)
+            rows = reader.samples(until, last=400)
+        for row in map(answer_row, rows):
             told = {
                 "answer": printable(row["answer"]),
                 "score": printable(row["score"]),
@@ -187,6 +292,7 @@ class RunComparison:
             "groups": [{"name": n, "panels": chart_data(p, max(300, points // len(shown)))}
                        for n, p in page_groups(shown, by=self.by)],
             "settings": settings_compared(self.readers), "answers": answers_compared(self.readers, step),
+            "paired": paired_differences(self.readers),
             "events": [{k: printable(str(v)) for k, v in
                         (("step", e["step"]), ("type", e["type"]), ("what", event_text(e)))} for e in events],
         }  # fmt: skip
@@ -216,19 +322,25 @@ def _standing(reader: Any) -> dict[str, Any]:
     if isinstance(reader, Pool):
         return {
             "name": printable(reader.label),
+            "state": "",
+            "step": 0,
             "status": "mean, and its 95 % interval over seeds (Student's t)",
             "lights": [],
         }
     lights: list[Any] = []
-    with suppress(ValueError, OSError):  # files of a copy may be anything
+    with suppress(ValueError, TypeError, ArithmeticError, OSError):  # files of a copy may be anything
         lights = health_of(reader)
     told = [{"name": printable(x.name), "state": x.state, "text": printable(x.text)} for x in lights]
-    return {"name": printable(reader.label), "status": printable(standing(reader)), "lights": told}
+    at = reader.status
+    return {
+        "name": printable(reader.label), "state": at.state, "step": at.step,
+        "status": printable(standing(reader)), "lights": told,
+    }  # fmt: skip
 
 # %% ../../nbs/widgets/runs.ipynb #6683a460
 class Runs:
     """The runs of a folder: `Runs("runs/")` as the last value of a cell shows them; `Runs("runs/").compare("a", "b")`
-    lays some over each other. Nothing is ever written there.
+    lays some over each other. Only `note` and `tag` write there.
 
     Args:
         folder: with runs in it, up to five levels below.
@@ -253,35 +365,118 @@ class Runs:
             if row is not None:
                 (alone if home is None else groups.setdefault(home, [])).append(row)
         made = [_group_row(self._name(home), kinds[home], rows) for home, rows in groups.items()]
-        return sorted([*alone, *made], key=lambda row: -row["date"])
+        found = [*alone, *(row | remarks_of(self.paths[row["name"]]) for row in made)]
+        return sorted(found, key=lambda row: -row["date"])
+
+    def futures(self, name: str) -> list[dict[str, Any]]:
+        """A run's oldest ancestor and all that was forked from it, each behind its parent; empty where nothing was.
+
+        Args:
+            name: as in the table.
+        """
+        rows = {r["name"]: r for row in self.rows() for r in (row["stages"] or [row])}
+        below: dict[str, list[str]] = {}
+        for row in rows.values():
+            below.setdefault(row["parent"], []).append(row["name"])
+        line = [name]
+        while (above := rows.get(line[-1], {}).get("parent")) in rows and above not in line:
+            line.append(above)
+        found, waiting = dict[str, dict[str, Any]](), [(line[-1], 0)]
+        while waiting:
+            at, depth = waiting.pop()
+            if at in rows and at not in found:
+                found[at] = {"name": at, "depth": depth, "at": rows[at]["at"], "changed": rows[at]["changed"]}
+                waiting += [(child, depth + 1) for child in reversed(below.get(at, []))]
+        return [*found.values()] if len(found) > 1 else []
+
+    def note(self, name: str, text: str) -> None:
+        """Write a note beside a run (`notes.json` in its folder), in the place of the one before.
+
+        Args:
+            name: as in the table; of a pipeline or a sweep, too.
+            text: up to 2,000 characters; empty: none.
+
+        Raises:
+            RunError: there is no such run, or its folder can't be written to.
+        """
+        self._remark(name, note=text[:2000])
+
+    def tag(self, name: str, *tags: str, remove: Sequence[str] = ()) -> None:
+        """Give a run tags, or take some away; see `note`.
+
+        Args:
+            name: as in the table.
+            tags: up to 20 of up to 40 characters.
+            remove: tags that it shall have no more.
+        """
+        old = remarks_of(self.place(name))["tags"]
+        self._remark(name, tags=[t[:40] for t in dict.fromkeys([*old, *tags]) if t not in remove][:20])
+
+    def _remark(self, name: str, **new: Any) -> None:
+        """Replace a note or tags."""
+        path = self.place(name) / "notes.json"
+        try:
+            write_whole(path, json.dumps(remarks_of(path.parent) | new))
+        except OSError as error:
+            raise RunError(f"{path} can't be written: {error}") from error
 
     def _kind(self, folder: Path, kinds: dict[Path, str]) -> str:
         """What kind of runs a folder holds together; empty where they have nothing to do with each other."""
         if folder not in kinds:
             inside = folder != self.folder and folder.is_relative_to(self.folder)
-            inside = inside and not (folder / "metrics.jsonl").exists()
+            inside = inside and not log_files(folder)
             names = set(os.listdir(folder)) if inside else set()
             kinds[folder] = next((kind for name, kind in _OF_GROUPS.items() if name in names), "")
         return kinds[folder]
 
     def _name(self, path: Path) -> str:
         """What a run is called here, and remembered by."""
-        name = printable(path.relative_to(self.folder).as_posix() if path != self.folder else path.resolve().name)
+        name = self._called(path)
         self.paths[name] = path
         return name
+
+    def _called(self, path: Path) -> str:
+        """A folder's name here; empty where it lies elsewhere."""
+        inside = path.is_relative_to(self.folder)
+        name = path.relative_to(self.folder).as_posix() if inside else ""
+        return printable(path.resolve().name if path == self.folder else name)
 
     def _row(self, path: Path) -> dict[str, Any] | None:
         """What a table says of a run, looked at again when it may have changed; None: it is gone."""
         name = self._name(path)
         try:
-            about = os.stat(path / "metrics.jsonl")
-        except OSError:
+            about = max((os.stat(p) for p in log_files(path)), key=lambda s: s.st_mtime)
+        except (OSError, ValueError):  # there is none any more
             return None
         stamp = about.st_mtime_ns, about.st_size
         known = self._seen.get(path)
         if known is None or known[0] != stamp or known[1]["state"] not in ("ended", "silent"):
             known = self._seen[path] = stamp, _row_of(path, name) | {"date": about.st_mtime}
-        return known[1]
+        told = _facts(path / "fork.json")
+        at, changed = told.get("at"), told.get("changed")
+        above = Path(os.path.normpath(path / str(told.get("parent"))))
+        origin = {
+            "parent": self._called(above) if type(at) is int else "", "at": at if type(at) is int else None,
+            "changed": printable("; ".join(map(str, changed)))[:300] if isinstance(changed, list) else "",
+        }  # fmt: skip
+        return known[1] | origin | remarks_of(path)
+
+    def place(self, name: str) -> Path:
+        """The folder of a run, a pipeline or a sweep.
+
+        Args:
+            name: as in the table, or the end of one.
+
+        Raises:
+            RunError: there is none.
+        """
+        if name not in self.paths:
+            self.rows()
+        fits = [n for n in self.paths if n == name] or [n for n in self.paths if n.endswith(f"/{name}")]
+        if len(fits) != 1 or not self.paths[fits[0]].is_dir():
+            hint = did_you_mean(name, list(self.paths), f"Several end so: {', '.join(fits)}." if fits else "")
+            raise RunError(f"there is no run {name!r} in {self.folder}. {hint}")
+        return self.paths[fits[0]]
 
     def open(self, name: str, window: tuple[float, float] | None = None) -> RunReader:
         """The reader of a run, up to date.
@@ -293,21 +488,21 @@ class Runs:
         Raises:
             RunError: there is none.
         """
-        if name not in self.paths:
-            self.rows()
-        fits = [n for n in self.paths if n == name] or [n for n in self.paths if n.endswith(f"/{name}")]
-        if len(fits) != 1 or not (self.paths[fits[0]] / "metrics.jsonl").exists():
-            hint = did_you_mean(name, list(self.paths), f"Several end so: {', '.join(fits)}." if fits else "")
-            raise RunError(f"there is no run {name!r} in {self.folder}. {hint}")
+        path = self.place(name)
+        label = self._name(path)
+        if not log_files(path):
+            raise RunError(f"{label} in {self.folder} is several runs: name one of them, such as {label}/NAME")
         if window is not None:
-            reader = RunReader(self.paths[fits[0]], points=8000, label=fits[0], window=window)
+            reader = RunReader(path, points=8000, label=label, window=window)
         else:
-            reader = self._read.get(fits[0]) or RunReader(self.paths[fits[0]], label=fits[0])
-            self._read.pop(fits[0], None)
-            self._read[fits[0]] = reader  # the newest last
+            reader = self._read.get(label) or RunReader(path, label=label)
+            self._read.pop(label, None)
+            self._read[label] = reader  # the newest last
             for old in list(self._read)[: -self.KEPT]:
                 del self._read[old]
         reader.poll()
+        if reader.problem and not reader.keys:
+            raise RunError(reader.problem)
         return reader
 
     def compare(
@@ -336,11 +531,12 @@ class Runs:
         """The table; with a front end, one that filters and sorts."""
         rows = self.rows()
         plain = [{"run": r["name"], "method": r["method"], "model": r["model"], "state": r["state"], "step": r["step"],
-                  **{n: r["numbers"].get(n) for n in _NUMBERS}} for r in rows]  # fmt: skip
+                  **{n: r["numbers"].get(n) for n in _NUMBERS if any(n in x["numbers"] for x in rows)},
+                  "tags": ", ".join(r["tags"]), "note": r["note"]} for r in rows]  # fmt: skip
         still = table_html(plain)
         if not front_end():
             return still
-        told = inert_json({"folder": printable(str(self.folder)), "runs": rows})
+        told = inert_json({"folder": printable(str(self.folder)), "runs": rows, "experiments": experiments(rows)})
         inside = f'<div class="rc-still">{still}</div><script type="application/json">{told}</script>'
         return f'<div class="rc-runs">{inside}</div>{code_html("board.js")}'
 
