@@ -131,7 +131,7 @@ def tried(job: Job, what: str, measure: Callable[[], Row], needs: float = 3.0, m
     except Late:
         return {"what": what, "reason": f"given up after {limit:.0f} s"}
     except torch.OutOfMemoryError as e:
-        return {"what": what, "reason": f"out of memory: {'. '.join(str(e).split('. ')[1:3])}"}
+        return {"what": what, "reason": f"out of memory: {'. '.join(str(e).split('. ')[:2])}"}
     except (
         Exception,
         SystemExit,
@@ -606,7 +606,7 @@ def kernels_agree(job: Job, name: str) -> Row:
     from rlhf_nb.core import DTYPES
     from rlhf_nb.fast import kernels
 
-    why = kernels.difference(job.device, DTYPES[name]) if kernels.TRITON else "Triton isn't there"
+    why = kernels.kernel_difference(job.device, DTYPES[name]) if kernels.TRITON else "Triton isn't there"
     return {"used": kernels.fused(job.device), "differs": why or None, "within bounds": not why}
 
 

@@ -57,7 +57,7 @@ class FastDecoder(Blocks):
         m: Any = model
         body, blocks = (m.transformer, m.transformer.h) if hasattr(m, "transformer") else (m.model, m.model.layers)
         size, table = sum(p.numel() for p in blocks.parameters()), body.get_input_embeddings().weight
-        if table.is_cuda:  # a sixteenth of a card's memory is no matter
+        if table.is_cuda and torch.cuda.is_available():  # a sixteenth of a card's memory is no matter
             max_bytes = max(max_bytes, torch.cuda.get_device_properties(table.device).total_memory // 16)
         super().__init__(body, dtype, copied(table, dtype, size, max_bytes))
         self.head, self.length = Projection([m.lm_head], self.fuse, dtype), length

@@ -459,7 +459,8 @@ class Projection:
         "residual + projection of x, in one kernel where dtypes allow it; a sampler's residual may be overwritten."
         if self.widens(residual, x):  # one product into float32, and nothing beside it
             add: Any = torch.ops.aten.addmm.dtype_out
-            return add(residual, x, self.weight.t(), torch.float32, out=residual)  # type: ignore[union-attr, no-any-return]
+            weight: Any = self.weight
+            return add(residual, x, weight.t(), torch.float32, out=residual)  # type: ignore[no-any-return]
         if self.weight is None or residual.dtype != self.dtype or x.dtype != self.dtype:
             return residual + self(x)
         if self.packed:
