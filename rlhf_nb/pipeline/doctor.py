@@ -577,11 +577,7 @@ def check_prices(config: Any) -> list[Finding]:
         why = "the critic learns nothing, so advantages are its first guesses"
         out.append(Finding("warning", "vf_coef is 0", why, "vf_coef=0.1, the default, or grpo, which needs no critic"))
     learnt = [e for e in config.rewards if (e.model or e.classifier or e.process or e.url) and e.weight]
-    if (
-        config.has("kl_coef")
-        and config.kl_coef == 0
-        and (learnt or config.reward not in (None, "check", "gold", "proxy"))
-    ):
+    if config.has("kl_coef") and config.kl_coef == 0 and (learnt or config.reward not in (None, "check", "gold")):
         why = (
             "a reward that was learnt is right near its data only: without a price of drift its mistakes are maximised"
         )
@@ -792,7 +788,7 @@ def examine(config: Any, start: StageStart | None = None) -> list[Finding]:
             ensure_pad(start.tokenizer)
             with _found(out, "the data can't be tokenized"):
                 out += check_data(rows, start.tokenizer, config, method.rows, window)
-                out += check_judgements(rows, method.rows) + check_distance(config, start, rows)
+                out += check_judgements(rows, method.rows)
     with _found(out, "training can't start"):
         found, precision = check_precision(config, 0 if start is None else decoder_shape(start.model_config).total)
         out += found + (check_threads() if precision.device.type == "cpu" else [])
@@ -801,7 +797,7 @@ def examine(config: Any, start: StageStart | None = None) -> list[Finding]:
             need = estimate_memory(start.model_config, config, precision)
             out += check_memory(need, free_bytes(precision.device))
             if not any(f.level == "error" for f in out):
-                out += check_cost(config, start, rows, precision)
+                out += check_distance(config, start, rows) + check_cost(config, start, rows, precision)
     out += check_saving(config)
     if method.online:
         out += check_sampling(config) + check_prices(config)

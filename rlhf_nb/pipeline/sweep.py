@@ -611,7 +611,9 @@ def _plan(
     empty = [] if listed else [k for k, v in over.items() if not isinstance(v, Range) and not len(v)]
     if empty or not over:
         raise ConfigError(
-            f"{empty[0]} has no values to try." if empty else "nothing to try: name a setting with several values."
+            f"{empty[0]} has no values to try."
+            if empty
+            else "nothing to try: name a setting with several values, such as kl_coef=0.05,0.1."
         )
     ranged = not listed and any(isinstance(v, Range) for v in over.values())
     if search == "random" or (search == "halving" and (trials is not None or ranged)):
