@@ -21,7 +21,8 @@ if TRITON:
     import triton.language as tl
 
 # %% auto #0
-__all__ = ['log', 'TRITON', 'PARTS', 'norm', 'gate', 'turn_into', 'turn', 'logit_stats', 'logit_slope_', 'difference', 'fused']
+__all__ = ['log', 'TRITON', 'PARTS', 'norm', 'gate', 'turn_into', 'turn', 'logit_stats', 'logit_slope_', 'kernel_difference',
+           'fused']
 
 # %% ../../nbs/fast/kernels.ipynb #fa57ce08
 if TRITON:
@@ -327,7 +328,7 @@ def logit_slope_(
     return z
 
 # %% ../../nbs/fast/kernels.ipynb #fa57ce10
-def difference(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> str:
+def kernel_difference(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> str:
     """Why the kernels can't be used on a device; "" where numbers and gradients are PyTorch's but for rounding.
 
     Args:
@@ -400,7 +401,7 @@ def fused(device: torch.device) -> bool:
         _refused[device] = ""  # what is tried may ask again
         try:
             old = torch.cuda.get_device_capability(device) < (8, 0)
-            _refused[device] = "the card is older than compute capability 8.0" if old else difference(device)
+            _refused[device] = "the card is older than compute capability 8.0" if old else kernel_difference(device)
             reason = "" if old else _refused[device]
         except torch.OutOfMemoryError:
             del _refused[device]
