@@ -334,6 +334,12 @@ def kernel_difference(device: torch.device, dtype: torch.dtype = torch.bfloat16)
     Args:
         device: where they run; dtype: of what they read.
     """
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        return _difference(device, dtype)
+
+
+def _difference(device: torch.device, dtype: torch.dtype) -> str:
+    """The same, where numbers may be differentiated: a rollout may be the first to ask."""
     gen, half = torch.Generator("cpu").manual_seed(0), 16
     allowed = 4 * torch.finfo(dtype).eps
 
@@ -358,31 +364,30 @@ def kernel_difference(device: torch.device, dtype: torch.dtype = torch.bfloat16)
             lambda x: x * cos.double() + x.roll(half, -1) * sin.double(), (x,), g,
         ),
     }  # fmt: skip
-    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
-        for what, (ours, plain, inputs, slope) in pairs.items():
-            here = [i.to(device).requires_grad_() for i in inputs]
-            wide = [i.double().requires_grad_() for i in inputs]
-            y, want = ours(*here), plain(*wide)
-            found = [y, *torch.autograd.grad(y, here, slope.to(device))]
-            for one, two in zip(found, [want, *torch.autograd.grad(want, wide, slope.double())], strict=True):
-                off = float((one.detach().cpu().double() - two.detach()).abs().max() / two.detach().abs().max())
-                if not off <= allowed:
-                    return f"{what} is off by {off:.2g} of the largest number, and rounding explains {allowed:.2g}"
-        wide_z = z.double().requires_grad_()
-        want = plain_logits(wide_z)
-        (slope,) = torch.autograd.grad(want, wide_z, by.double())
-        there, where = z.to(device), t.to(device)
-        logps, lse, h, squares = logit_stats(there, where, 0.7, True, True)
-        by_logp, by_entropy = by.float().to(device).unbind(1)
-        grad = logit_slope_(there, where, lse, h, by_logp, by_entropy, 0.7)
-        again = (2 * (0.7 * wide_z.detach()).log_softmax(-1)).logsumexp(-1)
-        for what, one, two, most in (
-            ("log-probs", logps, want[:, 0], 1e-5), ("entropy", h, want[:, 1], 1e-5), ("squares", squares, again, 1e-5),
-            ("gradient of logits", grad, slope, allowed),
-        ):  # fmt: skip
-            off = float((one.cpu().double() - two.detach()).abs().max() / two.detach().abs().max())
-            if not off <= most:
-                return f"{what}: off by {off:.2g} of the largest number, and rounding explains {most:.2g}"
+    for what, (ours, plain, inputs, slope) in pairs.items():
+        here = [i.to(device).requires_grad_() for i in inputs]
+        wide = [i.double().requires_grad_() for i in inputs]
+        y, want = ours(*here), plain(*wide)
+        found = [y, *torch.autograd.grad(y, here, slope.to(device))]
+        for one, two in zip(found, [want, *torch.autograd.grad(want, wide, slope.double())], strict=True):
+            off = float((one.detach().cpu().double() - two.detach()).abs().max() / two.detach().abs().max())
+            if not off <= allowed:
+                return f"{what} is off by {off:.2g} of the largest number, and rounding explains {allowed:.2g}"
+    wide_z = z.double().requires_grad_()
+    want = plain_logits(wide_z)
+    (slope,) = torch.autograd.grad(want, wide_z, by.double())
+    there, where = z.to(device), t.to(device)
+    logps, lse, h, squares = logit_stats(there, where, 0.7, True, True)
+    by_logp, by_entropy = by.float().to(device).unbind(1)
+    grad = logit_slope_(there, where, lse, h, by_logp, by_entropy, 0.7)
+    again = (2 * (0.7 * wide_z.detach()).log_softmax(-1)).logsumexp(-1)
+    for what, one, two, most in (
+        ("log-probs", logps, want[:, 0], 1e-5), ("entropy", h, want[:, 1], 1e-5), ("squares", squares, again, 1e-5),
+        ("gradient of logits", grad, slope, allowed),
+    ):  # fmt: skip
+        off = float((one.cpu().double() - two.detach()).abs().max() / two.detach().abs().max())
+        if not off <= most:
+            return f"{what}: off by {off:.2g} of the largest number, and rounding explains {most:.2g}"
     return ""
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from ..core import ConfigError, ModelError, Precision
+from ..fast.kernels import fused
 from ..train.registry import Held, MethodInfo, get, of
 
 # %% auto #0
@@ -165,7 +166,8 @@ def engine_format(precision: Precision, quantized: bool = False) -> NumberFormat
     """
     chosen = NUMBER_FORMATS["fp32" if precision.compute_dtype == torch.float32 else "amp"]
     frozen = 0.5 if quantized else float(precision.frozen_dtype.itemsize)
-    kernels = precision.device.type == "cuda" and precision.compute_dtype == torch.bfloat16  # such cards have them
+    half = precision.device.type == "cuda" and precision.compute_dtype == torch.bfloat16  # such cards have our kernels
+    kernels = half and (fused(precision.device) or not torch.cuda.is_available())
     return chosen._replace(frozen=frozen, kernels=kernels)
 
 # %% ../../nbs/scale/topology.ipynb #7ee183b5
