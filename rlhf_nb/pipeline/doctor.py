@@ -478,7 +478,7 @@ def cost_here(config: Any) -> list[str]:
 
 def plan_for(
     config: Any, gpus: Sequence[int], on: str | None, memory: float | None, host: float | None, settings: str,
-    price: float | None = None, hours: float | None = None,
+    price: float | None = None,
 ) -> str:  # fmt: skip
     """What fits on GPUs and how long a step takes there (`scale.predict.plan_report`), for the model of a config.
 
@@ -490,16 +490,15 @@ def plan_for(
         host: as in `scale.plan.plan`.
         settings: of the commands.
         price: of a GPU's hour.
-        hours: that a run lasts.
 
     Raises:
-        ConfigError: a price or hours without a kind of GPU, or no such kind.
+        ConfigError: a price without a kind of GPU, or no such kind.
         ModelError: there is no such model.
     """
     from transformers import AutoConfig
 
-    if on is None and (price is not None or hours is not None):
-        raise ConfigError("--price and --hours need seconds of a step, and these the kind of GPU: add --on h100, say.")
+    if on is None and price is not None:
+        raise ConfigError("--price needs seconds of a step, and these the kind of GPU: add --on h100, say.")
     half = torch.bfloat16
     job = job_of(config, Precision(torch.device("cuda"), half, torch.float32, half, False, "a GPU with bf16"))
     world = model_world(named(config.model))
@@ -508,7 +507,7 @@ def plan_for(
     shape = decoder_shape(pretrained(AutoConfig, place) if place.endswith(".gguf") else model)
     inner = getattr(config, "num_inner_epochs", 1)
     gpu = None if on is None else named_gpu(on)
-    return plan_report(shape, job, gpus, gpu, memory, host, settings, price, hours, inner)
+    return plan_report(shape, job, gpus, gpu, memory, host, settings, price, inner)
 
 
 def usual_lengths(rows: list[Row], tokenizer: Any, config: Any) -> tuple[int, int]:

@@ -298,8 +298,6 @@ class OnlineMethod(TextMethod):
     draws_besides = ""  # what a step draws besides its answers to prompts; nothing of it can be drawn ahead
     config: OnlineConfig
 
-    token_settings = ()  # that `tokenize` reads, besides data
-
     def __init__(
         self, model: Any, tokenizer: Any, rewards: Rewards, config: OnlineConfig, reference: Reference | None = None,
         module: nn.Module | None = None, *, watch: Mapping[str, Any] | None = None,
