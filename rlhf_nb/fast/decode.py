@@ -91,7 +91,7 @@ class FastDecoder(Blocks):
             if layer.q_norm is not None and layer.k_norm is not None:
                 qkv[:, :heads] = layer.q_norm(qkv[:, :heads])
                 qkv[:, heads : heads + kv_heads] = layer.k_norm(qkv[:, heads : heads + kv_heads])
-            if cos is not None and sin is not None and fused(qkv.device):
+            if cos is not None and sin is not None and qkv.is_cuda and fused(qkv.device):
                 qk = qkv[:, : heads + kv_heads]
                 turn_into((qk,), (qk,), cos, sin)
             elif cos is not None and sin is not None:

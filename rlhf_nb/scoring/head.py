@@ -247,7 +247,7 @@ def _linear_head(
     grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (h, w, b))
     keep = grad and how.chunk == 0 and how.cap is None and 0 < n * v <= KEEP_LOGITS
     dtype = torch.get_autocast_dtype(kind) if cast else w.dtype
-    fused = not keep and how.cap is None and dtype.itemsize <= 4 and kernels.fused(h.device)
+    fused = h.is_cuda and not keep and how.cap is None and dtype.itemsize <= 4 and kernels.fused(h.device)
     more = 8 // dtype.itemsize if fused else 2 if kind == "cpu" else 1  # where memory is used again, rows are cheap
     how = how._replace(
         chunk=n if keep else how.chunk or more * _chunk_rows(v, kind), keep=keep, dtype=dtype, fused=fused
