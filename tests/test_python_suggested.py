@@ -80,7 +80,7 @@ RUN: dict[str, str] = {  # a suggestion, and lines that hold it; of a fence, and
     "CapabilityTester.freeze(...).save(path)": RESULTS + "CapabilityTester.freeze({'sums': results}, {'sums': 0.02}).save('frozen.json')",
     "set_chat_template(tokenizer, make_chat_template(user, assistant))": TEMPLATES + "user, assistant = 'Visitor:', 'Pip:'\n", "set_chat_template(tokenizer)": TEMPLATES, "set_chat_template(tokenizer, X)": TEMPLATES + "X = 'qwen3'\n",
     "FeedbackStore(FILE).add(...)": "from rlhf_nb.feedback.store import Feedback, FeedbackStore\nFeedbackStore('f.jsonl').add('u', Feedback('rating', 'up', 'p', ('a',), ('v1',), consent=True))",
-    "learn.submit(NAME)": "from rlhf_nb import learn\nassert learn.submit('Ada').exists()", "mask.bool()": "mask = torch.ones(2)\n",
+    "learn.find_bug(4, 2)": "from rlhf_nb import learn\n", "learn.submit(NAME)": "from rlhf_nb import learn\nassert learn.submit('Ada').exists()", "mask.bool()": "mask = torch.ones(2)\n",
     "hydra(policy, reward_model)": "from rlhf_nb import LoraSettings\nfrom rlhf_nb.models.adapters import hydra\npolicy = toy.build_model(0, 'tiny'); reward_model = RewardModel.from_policy(add_lora(toy.build_model(0, 'tiny'), LoraSettings(r=2), adapter_name='reward'))\nassert hydra(policy, reward_model).reward",
     "save_model(..., merge=True)": "from rlhf_nb import LoraSettings\nsave_model(add_lora(model, LoraSettings(r=2)), tokenizer, 'whole', merge=True); assert os.path.exists('whole/model.safetensors')",
     "add_lora(model, config.model.lora)": "config = SFTConfig(output_dir='run', model=dict(lora=dict(r=2)))\n",
