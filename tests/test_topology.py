@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import patience
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -21,7 +20,7 @@ from rlhf_nb.core import ConfigError, ModelError, decide_precision
 from rlhf_nb.models.adapters import add_lora
 from rlhf_nb.scale import topology
 from rlhf_nb.scale.plan import ASSUMPTIONS, plan, plan_table, sent_per_step, smallest_group
-from rlhf_nb.scale.predict import Machine, _lost, named_gpu, plan_report, predict_step, simulate_failures
+from rlhf_nb.scale.predict import Machine, named_gpu, plan_report, predict_step
 from rlhf_nb.scale.topology import (
     MOMENTS,
     NUMBER_FORMATS,
@@ -209,9 +208,6 @@ ABSURD = [
     "--price inf",
 ]
 ABSURD += [
-    "--hours 0",
-    "--hours nan",
-    "--hours 1e9",
     "--gpus 0",
     "--gpus -1",
     "--gpus 1.5",
@@ -247,15 +243,6 @@ def test_a_step_has_its_parts() -> None:
     assert slow.wait > 10 * two.wait and slow[:3] == two[:3] and slow.slowest == "wait"
 
 
-def test_failures_take_their_share() -> None:
-    """All time is accounted for; without failures only saving is lost, and a cluster that fails always keeps nothing."""
-    run = simulate_failures(10.0, 1000, 200, save=20, between=5000, seed=1)
-    kept = run.useful + run.lost + run.saving + run.restarting
-    assert run.failures > 10 and abs(kept - 1) < 1e-9 and 0 < run.useful < 1
-    assert simulate_failures(10.0, 1, 10, save=0.001, between=1e12).useful > 0.99
-    assert simulate_failures(10.0, 10_000, 1, every=3600, between=1.0).steps == 0
-
-
 @pytest.mark.parametrize("form", ["fp32", "bf16"])
 @pytest.mark.parametrize(("gpus", "stage"), [(1, 0), (8, 1), (8, 2), (8, 3)])
 def test_the_sums_of_system_design_md_are_the_planner_s(form: str, gpus: int, stage: Any) -> None:
@@ -275,10 +262,3 @@ def test_the_sums_of_system_design_md_are_the_planner_s(form: str, gpus: int, st
     assert topology.head_memory(BIG, job, 10) == 8 * 10 * BIG.vocab
     cache, rows = topology.sampling_memory(BIG, job, 1)["cache"], topology.cache_rows(BIG, job, 1)[0]
     assert cache == rows * (job.prompt + job.completion) * BIG.layers * 2 * BIG.kv_heads * BIG.head_dim * f.compute
-
-
-def test_lost_time_is_no_anecdote() -> None:
-    """What eight GPUs lose in a month is a mean over runs: most have no failure, one in nine has one."""
-    single = [1 - simulate_failures(20.0, 8, 720, save=30, seed=s).useful for s in range(200)]
-    told = _lost(20.0, 8, 720, 30)
-    assert min(single) < 0.75 * told and abs(told - sum(single) / 200) < 3 * np.std(single) / 20**0.5
