@@ -27,7 +27,7 @@ from .html import table_html
 from .kernel import front_end
 from .panels import AXES, group_panels, page_groups, standing
 from .imported import find_runs, log_files
-from .reader import MOST, RunReader
+from .reader import MOST_DRAWN, RunReader
 from .report import answer_row, event_text
 from .touch import chart_data, code_html, inert_json
 
@@ -68,7 +68,7 @@ def _row_of(path: Path, name: str) -> dict[str, Any]:
         "state": status.state, "status": printable(standing(reader)),
         "step": status.step, "total": status.total, "share": share,
         "experiment": hashlib.sha256(_SEEDED.sub(b"", settings)).hexdigest()[:16] if settings else "",
-        "numbers": {n: x for n, x in numbers.items() if x is not None and abs(x) < MOST},
+        "numbers": {n: x for n, x in numbers.items() if x is not None and abs(x) < MOST_DRAWN},
     }  # fmt: skip
 
 
