@@ -35,6 +35,7 @@ def dotted(path: Path) -> str:
 LONG = {
     "bench.attack": "test_evals.py",
     "course.lab_a": "test_course.py",
+    "course.lab_b": "test_course.py",
     "course.lesson_02": "test_course.py",
     "course.lesson_03": "test_course.py",
     "course.lesson_04": "test_course.py",
@@ -47,7 +48,6 @@ LONG = {
     "feedback.annotators": "test_feedback.py",
     "models.merge": "test_merge.py",
     "pipeline.cycle": "test_cycle.py",
-    "pipeline.stage_sweep": "test_pipeline_sweep.py",
     "pipeline.stages": "test_gates.py",
     "pipeline.sweep": "test_settings_sweep.py",
     "rollout.workers": "test_draw_workers.py",

@@ -500,13 +500,7 @@ def _lengths(look: FileLook, data: DataConfig, tokenizer: Any, say: Any) -> None
     asked = look.kind == "prompt"
     whole, first = None if asked else data.max_length, data.prompt_limit if asked else data.max_prompt_length
     report: LengthReport = length_report(tokens, whole, first, warn=False)
-    say(
-        "\n"
-        + report.text()
-        .replace("set max", "set data.max")
-        .replace("and max", "and data.max")
-        .replace(", or drop long rows with filter_lengths", "")
-    )
+    say("\n" + report.text().replace("set max", "set data.max").replace("and max", "and data.max"))
     say(histogram([sum(t["lengths"]) for t in tokens]))
     if len(tokens) > len(look.rows):
         kept = "".join(f" model.chat_template={n} keeps a dialogue whole." for n in family_templates(tokenizer))

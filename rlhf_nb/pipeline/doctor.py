@@ -186,6 +186,16 @@ def check_data(rows: list[Row], tokenizer: Any, config: Any, kind: RowKind, wind
     )
     fix = report.remedy if level == "warning" else ""
     out.append(Finding(level, what, "a cut answer has no end; a cut prompt loses its beginning", fix))
+    answers = [
+        (r[f"{k}_ids"], r.get(f"{k}_mask")) for r in tokens for k in ("completion", "chosen") if r.get(f"{k}_ids")
+    ]
+    learnt = [any(t == tokenizer.eos_token_id and (m is None or m[i]) for i, t in enumerate(ids)) for ids, m in answers]
+    if sum(learnt) < len(learnt) / 2:
+        what = f"{len(learnt) - sum(learnt)} of {len(learnt)} answers have no EOS in the loss"
+        fix = f"end each answer in {tokenizer.eos_token!r}, and count it; look at how rows become tokens"
+        out.append(
+            Finding("warning", what, "a token that is never a target is never learnt: the model won't stop", fix)
+        )
     if window is not None and longest > window:
         name = "data.max_prompt_length or sampling.max_new_tokens" if kind == "prompt" else "data.max_length"
         what = f"rows of up to {longest} tokens, but the model's window has {window}"
@@ -478,7 +488,7 @@ def cost_here(config: Any) -> list[str]:
 
 def plan_for(
     config: Any, gpus: Sequence[int], on: str | None, memory: float | None, host: float | None, settings: str,
-    price: float | None = None, hours: float | None = None,
+    price: float | None = None,
 ) -> str:  # fmt: skip
     """What fits on GPUs and how long a step takes there (`scale.predict.plan_report`), for the model of a config.
 
@@ -490,16 +500,15 @@ def plan_for(
         host: as in `scale.plan.plan`.
         settings: of the commands.
         price: of a GPU's hour.
-        hours: that a run lasts.
 
     Raises:
-        ConfigError: a price or hours without a kind of GPU, or no such kind.
+        ConfigError: a price without a kind of GPU, or no such kind.
         ModelError: there is no such model.
     """
     from transformers import AutoConfig
 
-    if on is None and (price is not None or hours is not None):
-        raise ConfigError("--price and --hours need seconds of a step, and these the kind of GPU: add --on h100, say.")
+    if on is None and price is not None:
+        raise ConfigError("--price needs seconds of a step, and these the kind of GPU: add --on h100, say.")
     half = torch.bfloat16
     job = job_of(config, Precision(torch.device("cuda"), half, torch.float32, half, False, "a GPU with bf16"))
     world = model_world(named(config.model))
@@ -508,7 +517,7 @@ def plan_for(
     shape = decoder_shape(pretrained(AutoConfig, place) if place.endswith(".gguf") else model)
     inner = getattr(config, "num_inner_epochs", 1)
     gpu = None if on is None else named_gpu(on)
-    return plan_report(shape, job, gpus, gpu, memory, host, settings, price, hours, inner)
+    return plan_report(shape, job, gpus, gpu, memory, host, settings, price, inner)
 
 
 def usual_lengths(rows: list[Row], tokenizer: Any, config: Any) -> tuple[int, int]:
@@ -779,7 +788,7 @@ def examine(config: Any, start: StageStart | None = None) -> list[Finding]:
                 "judge.model=FOLDER, judge.endpoint.url=... with judge.endpoint.model=NAME, or "
                 "judge.rewards=[{verify: number}]"
             )
-            out.append(Finding("error", "judge is not set", "nobody says which answer is better", fix))
+            out.append(Finding("error", "judge is not set", "nothing says which answer is better", fix))
         return out + check_run_folder(config.output_dir)
     if start is not None:
         out += check_model(start.model_config, config)

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from ..core import ConfigError, ModelError, Precision
+from ..fast.kernels import fused
 from ..train.registry import Held, MethodInfo, get, of
 
 # %% auto #0
@@ -135,6 +136,7 @@ class NumberFormat(NamedTuple):
     cast: float  # autocast's copy of a trained weight
     frozen: float
     compute: float  # activations and cache
+    kernels: bool = False  # whether `fast.kernels` run, which keep less
 
     @property
     def residual(self) -> float:
@@ -164,7 +166,9 @@ def engine_format(precision: Precision, quantized: bool = False) -> NumberFormat
     """
     chosen = NUMBER_FORMATS["fp32" if precision.compute_dtype == torch.float32 else "amp"]
     frozen = 0.5 if quantized else float(precision.frozen_dtype.itemsize)
-    return chosen._replace(frozen=frozen)
+    half = precision.device.type == "cuda" and precision.compute_dtype == torch.bfloat16  # such cards have our kernels
+    kernels = half and (fused(precision.device) or not torch.cuda.is_available())
+    return chosen._replace(frozen=frozen, kernels=kernels)
 
 # %% ../../nbs/scale/topology.ipynb #7ee183b5
 @dataclass(frozen=True)
@@ -182,7 +186,6 @@ class Job:
     rollout_batch: int = 0  # answers per collect; 0: mini_batch
     group: int = 1  # answers to each prompt
     lora: int | None = None  # rank; None: all weights train
-    moves_base: bool = False  # whether the adapters' start changes the frozen weights, so that the reference is a copy
     holds: tuple[Held, ...] | None = None  # in memory; None: what the method holds by default, and a reward model
     recompute: bool = False  # activations of a layer are computed again instead of kept
     format: NumberFormat = NUMBER_FORMATS["amp"]
@@ -272,8 +275,11 @@ def layer_activations(shape: DecoderShape, job: Job, row: int = 0) -> float:
     """
     h, a, f = shape.hidden, shape.attention, shape.inner
     adapters = 0 if job.lora is None else job.lora * len(shape.matrices)
-    saved = 3 if shape.saved == 4 and job.device == "cpu" else shape.saved  # `fast.linear.gated_silu`
-    kept = 2 * h + 4 * a + saved * f + adapters
+    few = shape.saved == 4 and (job.device == "cpu" or job.format.kernels)  # `fast.linear.gated_silu`
+    rotated = (
+        2 * a + 2 * shape.keys if job.format.kernels else 4 * a
+    )  # queries and keys before they are turned are let go
+    kept = 2 * h + rotated + (3 if few else shape.saved) * f + adapters
     return 2 * h * job.format.residual + kept * job.format.compute + 4.0 * (shape.heads + row)
 
 
@@ -390,7 +396,7 @@ def roles_of(shape: DecoderShape, job: Job) -> list[Weights]:
         "policy": trained("policy", full),
         "critic": trained("value", body),
         "critic adapter": Weights("value", thin, 0),
-        "reference": Weights("reference", 0, full if job.lora and job.moves_base else 0, 0 if job.lora else full),
+        "reference": Weights("reference", 0, 0, 0 if job.lora else full),
         "reward model": trained("reward", body) if scored else Weights("reward", 0, body + thin),
         "reward adapter": Weights("reward", 0, thin),
     }
@@ -644,7 +650,7 @@ def job_of(config: Any, precision: Precision) -> Job:
     return Job(
         method=method.name, prompt=data.prompt_limit, completion=longest, token_budget=config.token_budget,
         mini_batch=config.mini_batch_size, rollout_batch=batch, group=getattr(config, "num_generations", 1),
-        lora=lora.r if lora else None, moves_base=bool(lora and lora.moves_base), optimizer=config.optimizer.name,
+        lora=lora.r if lora else None, optimizer=config.optimizer.name,
         holds=held, recompute=config.recompute, format=engine_format(precision, bool(lora and lora.quantize_4bit)),
         device="cuda" if precision.device.type == "cuda" else "cpu",
     )  # fmt: skip
