@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -20,11 +20,11 @@ from ..run.checkpoint import checkpoints_in, problem_of
 from ..run.log import EventLog, RunDir, config_changes, plain_json, read_metrics
 from ..run.state import keep_served
 from ..train.registry import MethodInfo, methods
-from ..train.stage import JobConfig, StageResult, make_trainer, read_json, run_stage, write_json
+from ..train.stage import JobConfig, StageResult, make_trainer, run_stage, write_json
+from ..widgets.runs import compare_futures, family
 
 # %% auto #0
-__all__ = ['SHARED', 'FORK_METRICS', 'ForkedAt', 'settings_of', 'Prepared', 'prepare_fork', 'run_fork', 'fork', 'Futures',
-           'Relative', 'compare_futures', 'family', 'family_told']
+__all__ = ['SHARED', 'ForkedAt', 'settings_of', 'Prepared', 'prepare_fork', 'run_fork', 'fork', 'family_told']
 
 # %% ../../nbs/pipeline/fork.ipynb #f0690007
 SHARED = {  # settings that decide what parent and fork have in common
@@ -264,109 +264,13 @@ def fork(run: str | Path, at: int, to: str | Path | None = None, **changes: Any)
     """
     return run_fork(prepare_fork(run, at, [f"{k}={'null' if v is None else v}" for k, v in changes.items()], to))
 
-# %% ../../nbs/pipeline/fork.ipynb #f0690016
-FORK_METRICS = ("eval/gold", "rewards/gold", "objective/scores", "reward", "objective/kl", "loss")
-
-
-class Futures(NamedTuple):
-    """A metric after a fork: its means over the steps that both futures have logged it at."""
-
-    parent: float
-    fork: float
-    steps: int  # how many steps
-    first: int
-    last: int
-
-    def __str__(self) -> str:
-        over = (
-            f"means over {self.steps} steps, {self.first} to {self.last}"
-            if self.steps > 1
-            else f"step {self.first} alone"
-        )
-        return f"{self.fork:.4g} against {self.parent:.4g} ({self.fork - self.parent:+.3g}; {over})"
-
-
-class Relative(NamedTuple):
-    """A run in the family."""
-
-    folder: Path
-    depth: int
-    at: int | None  # of a fork
-    changed: list[str]
-    against: dict[str, Futures]  # by metric
-
-
-def _children(folder: Path) -> list[Path]:
-    """Forks of a run that lie beside it."""
-    found = [p.parent for p in sorted(folder.resolve().parent.glob("*/fork.json"))]
-    return [p for p in found if (p / str(read_json(p / "fork.json").get("parent", "?"))).resolve() == folder.resolve()]
-
-
-def compare_futures(
-    parent: str | Path, child: str | Path, at: int, keys: Iterable[str] = FORK_METRICS
-) -> dict[str, Futures]:
-    """Means of some metrics over the steps that two futures have both made after they parted, by name.
-
-    Args:
-        parent, child: folders.
-        at: the last step that they share.
-        keys: metrics of steps or evaluations.
-    """
-    logs = [
-        [e for e in read_metrics(p) if e.get("type") in ("step", "eval") and int(e["step"]) > at]
-        for p in (parent, child)
-    ]
-    out = {}
-    for key in keys:
-        a, b = ({int(e["step"]): float(e[key]) for e in log if isinstance(e.get(key), int | float)} for log in logs)
-        both = sorted(set(a) & set(b))
-        if both:
-            mine, theirs = (sum(values[s] for s in both) / len(both) for values in (b, a))
-            out[key] = Futures(theirs, mine, len(both), both[0], both[-1])
-    return out
-
 # %% ../../nbs/pipeline/fork.ipynb #f06900b3
-def family(folder: str | Path) -> list[Relative]:
-    """A run's oldest ancestor and all that was forked from it, each behind its parent.
-
-    Args:
-        folder: of any of them.
-
-    Raises:
-        RunError: there is no run.
-    """
-    if not RunDir(folder).holds_run():
-        raise RunError(f"{folder} holds no run.")
-    root, line = Path(folder), list[Path]()  # line: up, also where a fork lies in another place than its parent
-    while (above := read_json(root / "fork.json").get("parent")) and root.resolve() not in line:
-        line.append(root.resolve())
-        parent = root / str(above)
-        if not RunDir(parent).holds_run():
-            break
-        root = parent.resolve()
-    out: list[Relative] = []
-
-    def visit(run: Path, depth: int, parent: Path | None) -> None:
-        if any(r.folder.resolve() == run.resolve() for r in out):
-            return
-        facts = read_json(run / "fork.json")
-        at = facts.get("at") if isinstance(facts.get("at"), int) else None
-        changed = [str(c) for c in facts.get("changed", [])] if isinstance(facts.get("changed"), list) else []
-        against = compare_futures(parent, run, at) if parent is not None and at is not None else {}
-        out.append(Relative(run, depth, at, changed, against))
-        below = [p for p in line if (p / str(read_json(p / "fork.json").get("parent"))).resolve() == run.resolve()]
-        for child in [*_children(run), *below]:
-            visit(child, depth + 1, run)
-
-    visit(root, 0, None)
-    return out
-
-
 def family_told(folder: str | Path) -> str:
     """A family in lines of text."""
     lines = []
     for run in family(folder):
         what = "" if run.at is None else f"  at step {run.at}: {'; '.join(run.changed) or 'nothing changed'}"
         lines.append(f"{'  ' * run.depth}{run.folder.name}{what}")
-        lines += [f"{'  ' * run.depth}    {key}: {found}" for key, found in list(run.against.items())[:4]]
+        found = compare_futures(run.parent, run.folder, run.at) if run.parent and run.at is not None else {}
+        lines += [f"{'  ' * run.depth}    {key}: {told}" for key, told in list(found.items())[:4]]
     return "\n".join(lines)
