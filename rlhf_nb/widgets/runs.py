@@ -310,8 +310,9 @@ def family(folder: str | Path) -> list[Relative]:
 
 def _parent(run: Path) -> Path | None:
     """The run that a run was forked from."""
-    told = _facts(run / "fork.json").get("parent")
-    return (run / told).resolve() if isinstance(told, str) else None
+    facts = _facts(run / "fork.json")
+    told, known = str(facts.get("parent")), isinstance(facts.get("parent"), str) and type(facts.get("at")) is int
+    return (run / told).resolve() if known and "\0" not in told else None
 
 # %% ../../nbs/widgets/runs.ipynb #3ca58342
 def settings_compared(readers: Sequence[RunReader]) -> list[dict[str, Any]]:
@@ -543,10 +544,11 @@ class Runs:
         if known is None or known[0] != stamp or known[1]["state"] not in ("ended", "silent"):
             known = self._seen[path] = stamp, _row_of(path, name) | {"date": about.st_mtime}
         told = _facts(path / "fork.json")
-        at, changed = told.get("at"), told.get("changed")
-        above = Path(os.path.normpath(path / str(told.get("parent"))))
+        at, changed, parent = told.get("at"), told.get("changed"), told.get("parent")
+        forked = type(at) is int and isinstance(parent, str)
         origin = {
-            "parent": self._called(above) if type(at) is int else "", "at": at if type(at) is int else None,
+            "parent": self._called(Path(os.path.normpath(path / str(parent)))) if forked else "",
+            "at": at if forked else None,
             "changed": printable("; ".join(map(str, changed)))[:300] if isinstance(changed, list) else "",
         }  # fmt: skip
         return known[1] | origin | remarks_of(path)
