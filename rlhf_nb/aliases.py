@@ -316,15 +316,13 @@ def _joined(data: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
-_OTHER = object()  # a value that equals none
-
-
 def moved(data: Mapping[str, Any], group: str = "") -> dict[str, Any]:
     """Settings of an older file at the place where they stand now: `model.gradient_checkpointing` is `recompute`,
     beside the model; a setting that went is left out where its value changed nothing.
     """
-    gone = {word: row["off"] for word, row in trl_words("earlier").items()}
-    left = {k: v for k, v in data.items() if v != gone.get(f"{group}.{k}" if f"{group}.{k}" in gone else k, _OTHER)}
+    gone = trl_words("earlier")
+    rows = {k: gone.get(f"{group}.{k}", gone.get(k)) for k in data}
+    left = {k: v for k, v in data.items() if (row := rows[k]) is None or v != row.get("off", v)}
     out = {k: moved(v, str(k)) if isinstance(v, Mapping) else v for k, v in left.items()}
     model = out.get("model")
     if isinstance(model, Mapping) and "gradient_checkpointing" in model:

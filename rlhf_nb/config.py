@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import os
-import re
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, WrapValidator, model_validator
 
-from .errors import did_you_mean, read_interval
+from .errors import read_interval
 from .strict import StrictConfig, explain, merge, option, parse_overrides, read_config_file
 
 # a config of one's own needs these, too
@@ -44,19 +43,6 @@ PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
 Every = Annotated[int | str | None, BeforeValidator(lambda value: (read_interval(value), value)[1])]  # steps or time
 
 
-_STARTS_ELSEWHERE = {
-    "false": "The adapter would add random numbers to the model before the first step. Use true or gaussian.",
-    **dict.fromkeys(
-        ("eva", "corda"),
-        "It looks at activations on data before the run, which isn't done here. Use pissa, which looks at the weights.",
-    ),
-    "loftq": (
-        "It corrects the error of 4-bit weights while they are made, which isn't done here. Use true with "
-        "quantize_4bit."
-    ),
-}
-
-
 class LoraSettings(StrictConfig):
     """Low-rank adapters: train a few million numbers beside a frozen model."""
 
@@ -69,29 +55,17 @@ class LoraSettings(StrictConfig):
     quantize_4bit: bool = option(False, "QLoRA: the frozen model in 4 bits (needs bitsandbytes and CUDA)")
     use_dora: bool = option(False, "DoRA: learn the length of each weight's rows apart from their direction")
     use_rslora: bool = option(False, "scale by alpha / √r instead of alpha / r")
-    init_lora_weights: bool | str = option(True, "start of the adapter: true, gaussian, pissa, pissa_niter_16 or olora")
+    init_lora_weights: bool | str = option(True, "start of the adapter: true or gaussian")
     modules_to_save: list[str] = option([], "modules that train in full beside the adapters, and are saved with them")
-
-    @property
-    def moves_base(self) -> bool:
-        """Whether the start takes a part out of the frozen weights,
-        so that these alone are no longer the model that was loaded.
-        """
-        return str(self.init_lora_weights).startswith(("pissa", "olora"))
 
     @model_validator(mode="after")
     def _known_start(self) -> LoraSettings:
-        """The start is one that leaves the model's function as it was."""
-        start = self.init_lora_weights
-        if start is not True and not re.fullmatch(r"gaussian|pissa|pissa_niter_[1-9]\d*|olora", str(start)):
-            why = _STARTS_ELSEWHERE.get(str(start).lower())
-            names = ("gaussian", "pissa", "pissa_niter_16", "olora")
-            why = why or did_you_mean(str(start), names, f"Use true, {', '.join(names[:-1])} or olora.")
-            raise ValueError(f"init_lora_weights is {start!r}. {why}")
-        if self.moves_base and self.quantize_4bit:
+        """The start leaves the model's function and the frozen weights as they were."""
+        if (start := self.init_lora_weights) not in (True, "gaussian"):
             raise ValueError(
-                f"init_lora_weights is {start!r}, which reads and changes the frozen weights, but quantize_4bit keeps "
-                "them in 4 bits. Use true or gaussian."
+                f"init_lora_weights is {start!r}, and adapters here start at nothing: use true or gaussian. Starts "
+                "that change the frozen weights (pissa, olora, loftq, ...) or add to the model (false) would make "
+                "another reference of them; peft has them, and its merge_and_unload makes a plain model of the result."
             )
         return self
 
@@ -173,9 +147,6 @@ class DataConfig(StrictConfig):
     shape: str | None = option(None, "alpaca, sharegpt, ..., where columns can be read in two ways; null: they tell")
     attributes: dict[str, float] | None = option(
         None, "HelpSteer2: attribute: weight in the score; null: the published weights"
-    )
-    cache: bool | PathText = option(
-        False, "keep tokens on disk for the next start: true, or a folder; false: make them each time"
     )
     streaming: bool = option(False, "read rows as they are needed, never the whole set")
     shuffle_buffer: int = option(1000, "rows held for shuffling while streaming", ge=1)

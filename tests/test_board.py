@@ -137,3 +137,30 @@ def test_a_run_that_is_gone_is_named(port: int) -> None:
 )
 def test_other_names_of_this_machine(host: str, port: int) -> None:
     assert asked(port, "/api/runs", host)[0] == 404
+
+
+SEEDS: dict[str, list[dict[str, Any]]] = {  # what another seed of a run may have logged
+    "not a number": [{"step": i, "loss": "NaN", "objective/kl": "NaN"} for i in range(1, 8)],
+    "infinite": [{"step": i, "loss": "Infinity", "objective/kl": 0.1} for i in range(1, 8)],
+    "one step": [{"step": 1, "loss": 1.0, "objective/kl": 0.0}],
+    "other steps": [{"step": 100 + i, "loss": 1.0, "objective/kl": 0.1} for i in range(1, 8)],
+    "backwards": [{"step": 8 - i, "loss": 1.0, "objective/kl": 0.1 * i} for i in range(1, 8)],
+    "constant": [{"step": i, "loss": 1.0, "objective/kl": 0.0} for i in range(1, 8)],
+    "nothing": [],
+}
+
+
+@pytest.mark.parametrize("name", SEEDS)
+def test_a_seed_that_went_astray_is_compared(name: str, tmp_path: Path) -> None:
+    """Runs that differ in their seed alone are pooled; one that logged no number leaves the curves of the others."""
+    for seed, rows in enumerate(
+        [[{"step": i, "loss": 1 / i, "objective/kl": 0.1 * i} for i in range(1, 8)], SEEDS[name]]
+    ):
+        (tmp_path / str(seed)).mkdir()
+        (tmp_path / str(seed) / "config.yaml").write_text(f"method: sft\nseed: {seed}\noutput_dir: {seed}\n")
+        events = STEPS[:1] + [{"type": "step", "time": float(r["step"])} | r for r in rows]
+        (tmp_path / str(seed) / "metrics.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
+    for by in ("step", "time", "kl"):
+        for window in (None, (2.0, 4.0), (50.0, 60.0)):
+            data = Runs(tmp_path).compare("0", "1", by=by, window=window).data()
+            assert json.dumps(data, allow_nan=False) and data["members"] == ["0", "1"]

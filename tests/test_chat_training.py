@@ -14,7 +14,9 @@ from chat_families import FAMILIES
 from safetensors.torch import save_file
 from test_chat_families import TALK, learnt
 from transformers.utils.chat_template_utils import render_jinja_template
+from typer.testing import CliRunner
 
+from rlhf_nb.cli.main import app
 from rlhf_nb.config import ModelConfig
 from rlhf_nb.core import ConfigError, DataError
 from rlhf_nb.data.shapes import DataNote
@@ -161,6 +163,19 @@ def test_a_split_dialogue_names_the_template_that_keeps_it(name: str) -> None:
         len(r["prompt_ids"] + r["completion_ids"]) for r in split
     )
     assert family_templates(tok) == []
+
+
+def test_a_look_shows_every_row_of_a_split_dialogue(tmp_path: Path) -> None:
+    tok = bare("qwen3", by_name=False)
+    tok.chat_template = FAMILIES["qwen3"]["template"]
+    tok.save_pretrained(tmp_path / "model")
+    (tmp_path / "talks.jsonl").write_text("\n".join(json.dumps({"messages": TALK}) for _ in range(2)))
+    look = ["data", str(tmp_path / "talks.jsonl"), "--rows", "1", "--model", str(tmp_path / "model")]
+    said = CliRunner().invoke(app, look).output
+    assert "2 dialogues are a row for each answer. model.chat_template=qwen3 keeps a dialogue whole." in said
+    assert said.count("«") - 1 == 3  # one in the legend
+    said = CliRunner().invoke(app, [*look, "model.chat_template=qwen3"]).output
+    assert "a row for each answer" not in said and said.count("«") - 1 == 3
 
 
 def test_an_answer_that_is_replied_to_names_the_template_that_keeps_it() -> None:

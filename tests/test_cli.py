@@ -115,7 +115,7 @@ def test_pipeline_runs_resumes_and_refuses(tmp_path: Path) -> None:
     results = RLHFPipeline(config, said.append).run()
     assert set(results["policies"]) == {"base", "sft", "ppo"} and len(results["samples"]) == 2
     assert {"gold", "proxy", "kl", "win_rate_gold"} <= set(results["policies"]["ppo"])
-    assert {p.name for p in (tmp_path / "run/figures").iterdir()} == {"training.png", "before_after.png"}
+    assert "ppo" in (tmp_path / "run/report.html").read_text()
     assert read_json(tmp_path / "run/results.json") == json.loads(json.dumps(results))
     with pytest.raises(Exception, match="already holds a pipeline"):
         RLHFPipeline(config, said.append).run()
@@ -242,7 +242,7 @@ def test_demo_twice_in_a_row_and_never_over_another_run(tmp_path: Path) -> None:
     shown = [call("demo", "--output-dir", str(folder), *small) for _ in range(2)]
     for text in shown:
         assert "before (SFT)" in text and "after (PPO)" in text and "gold" in text and "nbs/tutorials/" in text
-        assert str(folder / "figures") in text.replace("/training.png", "")
+        assert str(folder / "report.html") in text
     assert [line for line in shown[0].splitlines() if "→" in line] == [
         line for line in shown[1].splitlines() if "→" in line
     ]

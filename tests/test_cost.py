@@ -43,6 +43,15 @@ def test_cores_take_rows_by_the_rule_of_training(lora: int | None, layers: int, 
     assert found == workers_for(net, learning=True) == (1 if layers == 1 else 4)
 
 
+def test_half_precision_is_measured_as_it_trains() -> None:
+    """The forward pass under autocast, the backward pass outside."""
+    with torch.autocast("cpu", torch.bfloat16):
+        speed = cost.measure_costs(
+            llama(hidden_size=576, num_attention_heads=9, num_key_value_heads=3), job(group=2), None
+        )
+    assert speed.learn > 0 and speed.forward > 0
+
+
 def test_models_with_more_trained_numbers_are_sliced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     large = decoder_shape(llama(hidden_size=1024, num_hidden_layers=24, intermediate_size=3072, vocab_size=32000))

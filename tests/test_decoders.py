@@ -56,8 +56,8 @@ def test_sample_prints_the_bill(folder: str) -> None:
         (["--decoder", "vote:x"], "'x' is no number"),
         (["--decoder", "vote:4", "--set", "vot=text"], "Did you mean 'vote'"),
         (["--decoder", "vote:4", "--greedy"], "contradict"),
-        (["--set", "tau=3"], "--decoder"),
-        (["--decoder", "mixture:0.5"], "--set other="),
+        (["--set", "n=3"], "--decoder"),
+        (["--decoder", "mixture:0.5"], "there is no decoder 'mixture'"),
         (["--decoder", "mcts"], "there is no decoder 'mcts'"),
     ],
 )

@@ -25,6 +25,7 @@ from rlhf_nb.pipeline.doctor import (
     check_prices,
     distance,
     doctor,
+    examine,
     load_start,
 )
 
@@ -51,12 +52,26 @@ def test_four_bits_and_kernels() -> None:
         assert check_loading(SFTConfig(model=healthy), CPU) == []  # type: ignore[arg-type]
 
 
+def test_a_package_that_is_missing_is_said_once(tmp_path: Path) -> None:
+    """A model that can't be loaded is no fault of the data."""
+    policy, tokenizer = toy.build_model(0, "tiny"), toy.build_tokenizer()
+    save_model(policy, tokenizer, tmp_path / "policy")
+    (tmp_path / "pairs.jsonl").write_text("\n".join(json.dumps(pair(i)) for i in range(8)))
+    lora = {"r": 4, "quantize_4bit": True}
+    config = DPOConfig(
+        model={"name_or_path": str(tmp_path / "policy"), "lora": lora}, data={"path": str(tmp_path / "pairs.jsonl")}
+    )  # type: ignore[arg-type]
+    (found,) = [f for f in examine(config) if f.level == "error"]
+    assert found.why == "training can't start" and "quantize_4bit" in found.what
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
         (PPOConfig(vf_coef=0.0), "vf_coef is 0"),
         (PPOConfig(kl_coef=0.0, reward="runs/reward/model"), "kl_coef is 0 with a learnt reward"),
         (GRPOConfig(rewards=[{"classifier": "some/classifier"}]), "kl_coef is 0 with a learnt reward"),  # type: ignore[list-item]
+        (GRPOConfig(reward="proxy"), "kl_coef is 0 with a learnt reward"),  # as the lights say at the run's end
         (PPOConfig(reward="runs/reward/model"), None),
         (GRPOConfig(rewards=[{"verify": "number"}]), None),  # type: ignore[list-item]
         (PPOConfig(kl_coef=0.0, reward="check"), None),

@@ -17,12 +17,11 @@ ROOT = Path(__file__).resolve().parent.parent
 TINY = ["--toy", "model.name_or_path=tiny", "steps=1", "data.eval_size=4", "console=false"]
 NEEDS = {  # extra: packages that are hidden, and command lines that need one of them
     "serve": (
-        ["httpx", "fastapi", "uvicorn", "prometheus_client"],
-        ["serve tiny", "serve tiny --page", "serve --upstream big=http://127.0.0.1:1/v1"],
+        ["fastapi", "uvicorn", "prometheus_client"],
+        ["serve tiny", "serve tiny --page"],
     ),
     "gguf": (["gguf"], ["export tiny --to gguf-q8_0 -o out", "sample some.gguf Hi"]),
     "constrain": (["llguidance"], ["sample tiny Hi --decoder constrained:(yes|no)"]),
-    "lm_eval": (["lm_eval"], ["lm-eval tiny --tasks hellaswag --limit 1"]),
     "pii": (["presidio_analyzer"], ["feedback said.jsonl --export pairs.jsonl --scrub"]),
     "trackers": (
         ["tensorboard", "tensorboardX", "wandb", "trackio"],

@@ -14,22 +14,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import nbformat
 import pytest
 import torch
 from command import call
 from fake_hub import Hub
 from markdown_it import MarkdownIt
-from nbclient import NotebookClient
 from test_payloads import HARMLESS, PAYLOADS, Skeleton, tame
 
 from rlhf_nb.core import RunError
 from rlhf_nb.hub.card import Measured, card, cell, read_run
 from rlhf_nb.hub.push import push_to_hub
-from rlhf_nb.hub.rebuild import rebuild_notebook
 from rlhf_nb.models.load import probe_ids
-from rlhf_nb.train.registry import get
-from rlhf_nb.train.stage import run_stage
 from rlhf_nb.untrusted import parse_yaml
 
 torch.set_num_threads(1)
@@ -79,7 +74,7 @@ def test_pushed_loaded_back_the_same_and_the_card_runs_offline(hub: Hub, run: Pa
     shown = call("push", run, NAME, "--license", "mit")
     assert f"{hub.address}/{NAME}/commit/" in shown and NAME in hub.private and f"To {hub.address}/{NAME}, private." in shown  # fmt: skip
     files = hub.models[NAME]["main"]
-    made = {"README.md", "rebuild.ipynb", "figures/curves.png", "run/config.yaml", "run/metrics.jsonl"}
+    made = {"README.md", "figures/curves.png", "run/config.yaml", "run/metrics.jsonl"}
     assert set(files) == made | {p.name for p in (run / "model").iterdir()}
     assert not [p for p in run.iterdir() if p.name.startswith(".push")]
     assert any(verb == "PUT" for verb, *_ in hub.asked)  # large files go their own way
@@ -255,31 +250,7 @@ def test_no_answer_breaks_out_of_the_card(run: Path) -> None:
     assert Skeleton(broken).elements  # a page without `cell` would have changed
 
 
-def execute(folder: Path) -> nbformat.NotebookNode:
-    """Run the notebook beside the weights in a fresh kernel that has this folder and the package."""
-    notebook = nbformat.read(folder / "rebuild.ipynb", as_version=4)
-    nbformat.validate(notebook)
-    return NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(folder)}}).execute()
-
-
-def printed(notebook: nbformat.NotebookNode) -> str:
-    """What a notebook's cells printed."""
-    return "".join(o.get("text", "") for c in notebook.cells if c.cell_type == "code" for o in c.outputs)
-
-
-@pytest.mark.parametrize("method", ["sft", pytest.param("grpo", marks=pytest.mark.slow), pytest.param("dpo", marks=pytest.mark.slow), pytest.param("ppo", marks=pytest.mark.slow)])  # fmt: skip
-def test_the_notebook_beside_the_weights(method: str, tmp_path: Path) -> None:
-    reward = {"reward": "gold"} if get(method).online else {}
-    run_stage(get(method).config.preset("toy", steps=8, epochs=None, output_dir=str(tmp_path / "run"), console=False, **reward))  # fmt: skip
-    push_to_hub(tmp_path / "run", NAME, dry_run=tmp_path / "sent")
-    shutil.rmtree(tmp_path / "run")
-    found = execute(tmp_path / "sent")
-    text, pictures = printed(found), [o for c in found.cells if c.cell_type == "code" for o in c.outputs if "image/png" in o.get("data", {})]  # fmt: skip
-    assert "byte for byte" in text and len(pictures) == 2
-    assert text.strip().splitlines()[-1].startswith("learned:"), text
-
-
-def test_the_notebook_says_when_nothing_was_learned(tmp_path: Path) -> None:
+def test_the_verdict_says_when_nothing_was_learned(tmp_path: Path) -> None:
     """The verdict can be the other one."""
     told = read_run_of(tmp_path, [1.0, 1.1, 0.9, 1.0, 1.1, 0.9, 1.0, 1.1])
     assert str(told).startswith("not learned") and str(read_run_of(tmp_path, [1.0, 0.9, 0.8, 0.5, 0.4, 0.3, 0.2, 0.1])).startswith("not learned")  # fmt: skip
@@ -299,4 +270,3 @@ def test_weights_can_be_read_by_whom_the_umask_lets(run: Path) -> None:
     before = os.umask(0)
     os.umask(before)
     assert stat.S_IMODE((run / "model" / "model.safetensors").stat().st_mode) == 0o666 & ~before
-    assert json.loads(rebuild_notebook(read_run(run), NAME))["nbformat"] == 4

@@ -19,7 +19,7 @@ from rlhf_nb.scoring import head as head_module
 from rlhf_nb.scoring import scores as lp
 from rlhf_nb.scoring.head import head_logps, split_head
 from rlhf_nb.scoring.scores import completion_logps, completion_values, sequence_scores
-from rlhf_nb.scoring.trees import pack, packing_stats, plan_trees
+from rlhf_nb.scoring.trees import pack, plan_trees
 from rlhf_nb.types import Completions
 
 VOCAB = 97
@@ -533,13 +533,6 @@ def test_trees_only_where_they_pay() -> None:
     assert len(pack(long_answers, width=8).input_ids) == 4
     assert len(pack(long_answers, "always").input_ids) == 1
     assert pack(long_answers, width=8).attention_mask is None
-
-
-def test_stats_count_tokens() -> None:
-    s = packing_stats(completions([(10, (2, 3)), (4, (5, 1))]), share_prompts="always")
-    assert s.real == 12 + 13 + 9 + 5 and s.padded == 4 * (10 + 5)
-    assert s.computed == 2 * 15 and s.forwards == 1 and s.trees == 2 and s.saved == 0.5
-    assert packing_stats(completions([(10, (2, 3)), (4, (5, 1))]), share_prompts=False).trees == 0
 
 
 @pytest.mark.parametrize("bad, kind, word", [

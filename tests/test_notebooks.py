@@ -47,7 +47,6 @@ LONG = {
     "feedback.annotators": "test_feedback.py",
     "models.merge": "test_merge.py",
     "pipeline.cycle": "test_cycle.py",
-    "pipeline.stage_sweep": "test_pipeline_sweep.py",
     "pipeline.stages": "test_gates.py",
     "pipeline.sweep": "test_settings_sweep.py",
     "rollout.workers": "test_draw_workers.py",

@@ -84,9 +84,7 @@ def test_old_and_new_are_reported_and_sampled(resumed: Path) -> None:
     assert "→" in call("sample", "start", "Where do owls live?", "--max-new-tokens", "4")
 
 
-def test_an_old_fork_finds_its_parent(resumed: Path) -> None:
-    shown = call("fork", "fork")
-    assert "ppo" in shown and "at step 2: kl_coef: 0.2 -> 0.3" in shown
+def test_an_old_run_is_forked(resumed: Path) -> None:
     call("fork", "sft", "--at", "1", "--to", "anew", "optimizer.lr=1e-3", "--prepare")
 
 

@@ -59,7 +59,6 @@ RUN: dict[str, str] = {  # a suggestion, and lines that hold it; of a fence, and
     FROZEN: RESULTS, 'CapabilityTester.read("frozen.json").test({...})': f"{RESULTS}{FROZEN}\nCapabilityTester.read('frozen.json').test({{'sums': results, 'facts': others}})",
     'FeedbackStore("feedback.jsonl")': "from rlhf_nb.feedback.store import FeedbackStore\n",
     "torch.use_deterministic_algorithms(True)": "", "from rlhf_nb.pipeline.fork import fork": "", "from rlhf_nb.pipeline.sweep import sweep": "",
-    "rollout.mixture.sample_ensemble(models, prompts, ...)": "from rlhf_nb import rollout, SamplingConfig; import rlhf_nb.rollout.mixture\nfrom rlhf_nb.data.sources import prompt_batch\nmodels, prompts = [model, toy.build_model(1, 'tiny')], prompt_batch(tokenizer, ['Visitor: Hi!\\nPip:'])\nrollout.mixture.sample_ensemble(models, prompts, SamplingConfig(max_new_tokens=4), tokenizer=tokenizer)",
     "def brief(prompts, completions, answer, **columns)": "",
     "tokenizer.apply_chat_template(messages, tokenize=False).rstrip()": TEMPLATES + "set_chat_template(tokenizer); messages = [{'role': 'user', 'content': 'Hi!'}]\n",
     "evaluate(model, tokenizer, prompts, rewards, reference, seed=...)": "prompts, rewards, reference = ['Visitor: Hi!\\nPip:'], {'short': short}, model\nevaluate(model, tokenizer, prompts, rewards, reference, seed=0)",
@@ -101,11 +100,10 @@ ELSEWHERE = {  # what another file runs: its name, and the words that do
     "trainer.push_to_hub()": ("tests/test_trl_scripts.py", ".push_to_hub("), "args=TrainingArguments(...)": ("tests/test_trl_scripts.py", "TrainingArguments("),
     "PPOTrainer(model, ref_model, reward_model, value_model, ...)": ("tests/test_trl_scripts.py", "PPOTrainer("), "from openai import OpenAI": ("tests/test_serve.py", ".chat.completions.create("),
     "engine.prepare(module, settings)": ("nbs/run/engine.ipynb", ".prepare("), "engine.generation_mode()": ("nbs/run/engine.ipynb", ".generation_mode("),
-    'run_tasks(model, tokenizer, ["hellaswag"])': ("tests/test_harness.py", "run_tasks("),
 }  # fmt: skip
 SPOKEN_OF = {  # no advice: what a class must have, what we call, what a function is called like
     "model(...)", "decode(encode(x)) == x", "frozen_modules()", "controls()", "fit()", "import rlhf_nb", "Rewards(rollout, needed=False)", "reset(**row)", "get_reward()",
-    "f(prompts, completions)", "XmodPreTrainedModel.set_default_language()", "time() - rlhf_nb_monitor_time_seconds > 7200", "exp(reward / tau)", "use_fast(False)",
+    "f(prompts, completions)", "XmodPreTrainedModel.set_default_language()", "time() - rlhf_nb_monitor_time_seconds > 7200", "use_fast(False)",
     "len(prompt_ids)", "torch.cuda.is_bf16_supported()", "from rlhf_nb.pipeline.sweep import serve_jobs", "serve_jobs()", "score(completions)", "reset(self, row, seed)",
     "step(self, turn)", "step(turn)", "denominators()", "from rlhf_nb import SFTConfig, SFTTrainer",
 }  # fmt: skip

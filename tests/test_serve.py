@@ -256,7 +256,6 @@ def test_adapters_share_a_base_and_users_stay_with_their_model(folder: str, tmp_
         models={"base": folder},
         adapters=made,
         split={"chat": {"kind": 0.5, "rude": 0.5}},
-        shadow={"base": {"rude": 1.0}},
     )
     client, prompt = found.client(), toy.PROMPT.format(question=QUESTIONS[0])
     asked: dict[str, Any] = {"prompt": prompt, "max_tokens": 16, "temperature": 0}
@@ -275,11 +274,7 @@ def test_adapters_share_a_base_and_users_stay_with_their_model(folder: str, tmp_
     time.sleep(0.2)
     found.stop()
     lines = list(read_traffic(log.path))
-    unseen = [x for x in lines if x.shadow]
-    assert (
-        {x.model for x in unseen} == {"rude"} and len(unseen) == 3 and all(x.answer == wanted["rude"] for x in unseen)
-    )
-    assert {x.id for x in unseen} == {x.id for x in lines if x.model == "base"}
+    assert {x.model for x in lines} == {"base", "kind", "rude"}
     assert len({x.version for x in lines}) == 3 and not any("127.0.0.1" in x.user for x in lines)
 
 

@@ -26,13 +26,13 @@ OVER = {"optimizer.lr": [1e-5, 1e-3, 2e-3]}
 
 @pytest.mark.slow  # 44 CPU seconds; that what is finished is kept is tested below, and by the notebook
 def test_a_killed_sweep_goes_on(tmp_path: Path) -> None:
-    """kill -9 in the middle of a halving with two workers; these end with it, and the same line ends with the same table."""
-    line = [sys.executable, "-m", "rlhf_nb", "sweep", "sft", "--toy", *WORDS, "--search", "halving", "--seeds", "2", "--processes", "2", "--to", str(tmp_path / "killed")]  # fmt: skip
+    """kill -9 in the middle of a sweep with two workers; these end with it, and the same line ends with the same table."""
+    line = [sys.executable, "-m", "rlhf_nb", "sweep", "sft", "--toy", *WORDS, "--seeds", "2", "--processes", "2", "--to", str(tmp_path / "killed")]  # fmt: skip
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     running = subprocess.Popen(line, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     limit = time.monotonic() + 120
     while (
-        not list((tmp_path / "killed").glob("*/*/rounds.json")) and time.monotonic() < limit and running.poll() is None
+        not list((tmp_path / "killed").glob("*/*/stage.json")) and time.monotonic() < limit and running.poll() is None
     ):
         time.sleep(0.05)
     assert running.poll() is None, "it ended before it could be killed"
@@ -40,7 +40,7 @@ def test_a_killed_sweep_goes_on(tmp_path: Path) -> None:
     running.wait()
     done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and "Winner: optimizer.lr=0.002" in done.stdout, done.stdout + done.stderr
-    whole = sweep(SFTConfig.preset("toy", **SMALL), OVER, tmp_path / "whole", search="halving", seeds=2)
+    whole = sweep(SFTConfig.preset("toy", **SMALL), OVER, tmp_path / "whole", seeds=2)
     killed = json.loads((tmp_path / "killed" / "sweep.json").read_text())
     assert killed == json.loads((tmp_path / "whole" / "sweep.json").read_text())
     assert whole.model().is_dir() and not list((tmp_path / "whole").glob("*/*/checkpoints"))

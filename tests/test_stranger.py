@@ -27,7 +27,6 @@ from rlhf_nb.hub.card import _config_of
 from rlhf_nb.models.adapters import add_lora
 from rlhf_nb.models.heads import RewardModel
 from rlhf_nb.pipeline.doctor import check_model
-from rlhf_nb.pipeline.fork import compare_futures
 from rlhf_nb.rollout.sampler import draw, may_share
 from rlhf_nb.scoring.check import self_check
 from rlhf_nb.train.dpo import DPOConfig, DPOTrainer
@@ -477,17 +476,6 @@ def test_judgements_that_contradict_each_other_are_counted(tmp_path: Path) -> No
     assert "(row 1 turns row 0 round: prompt 'Hi', completion 'Hello.', label False)" in look(
         lines(tmp_path / "t.jsonl", thumbs)
     )
-
-
-def test_the_comparison_of_two_futures_says_which_steps_it_is_about(tmp_path: Path) -> None:
-    """Means over the steps after the fork that both have made, with their number and range."""
-    for name, loss, last in (("parent", 2.0, 8), ("fork", 1.0, 6)):
-        (tmp_path / name).mkdir()
-        steps = [{"type": "step", "step": s, "loss": loss + s} for s in range(1, last + 1)]
-        lines(tmp_path / name / "metrics.jsonl", [*steps, {"type": "eval", "step": 6, "eval/gold": loss}])
-    found = compare_futures(tmp_path / "parent", tmp_path / "fork", 3)
-    assert str(found["loss"]) == "6 against 7 (-1; means over 3 steps, 4 to 6)"
-    assert str(found["eval/gold"]) == "1 against 2 (-1; step 6 alone)"
 
 
 def test_turns_behind_a_prompt_in_hh_notation_are_turns() -> None:

@@ -28,12 +28,12 @@ from rlhf_nb.data.templates import make_chat_template, train_bpe
 from rlhf_nb.models.heads import RewardModel
 from rlhf_nb.models.load import save_model
 from rlhf_nb.models.places import COMPLETE
-from rlhf_nb.pipeline.stage_sweep import read_sweep
+from rlhf_nb.pipeline.sweep import read_sweep
 
 LINES = suggestions.all_lines()
 FILLED = {  # what a message fills in
     "{name}": "smollm2", "{model}": "smollm2", "{done.folder}": "tiny", "{output_dir}": "runs/demo", "{folder}": "runs/ppo",
-    "{run}": "runs/ppo", "{path}": "runs/ppo", "{place}": "runs/ppo", "{base}": "smollm2", "{out}": "to_rate.jsonl",
+    "{run}": "runs/ppo", "{path}": "runs/ppo", "{place}": "runs/ppo", "{base}": "smollm2", "{made.folder.parent}": "runs",
     "{processes}": "2", "{strategy}": "ddp", "{step}": "40", "{self.method}": "sft", "{method.name}": "sft", "{more}": "",
     "{self.folder}": "jobs/owls", "{store.path}": "feedback.jsonl", "{made.path}": "pairs.jsonl", "{method}": "dpo",
     "{made.method}": "ppo", "{run.run_dir.path}": "runs/ppo", "{command}": "ppo", "{first}": "smollm2_ppo",
@@ -45,7 +45,7 @@ FILLED_IN = {  # where the same word means something else
     "--votes FILE": "--votes votes.jsonl", "serve MODEL --feedback FILE": "serve tiny --feedback said.jsonl",
     "serve --feedback FILE": "serve tiny --feedback said.jsonl", "serve MODEL --traffic FILE": "serve tiny --traffic said.jsonl",
     "eval MODEL --suite {model}": "eval tiny --suite sums", "sample {name}": "sample tiny", "push {place} {name}": "push runs/ppo a/b",
-    "{name} --config run/config.yaml": "ppo --config runs/ppo", "{name} --toy {…}": "ppo --toy seed=1",
+    "{name} --config run/config.yaml": "ppo --config runs/ppo",
     "{made.method} --config {…}": "ppo --config run.yaml", "get {name}{more}": "get smollm2", "data {name}{…}": "data owner/name",
     "chat {name}{…}": "chat smollm2", "merge {…} --method": "merge A B -o OUT --method linear", "compare {folder} OTHER_FOLDER":
     "compare runs/eval/old runs/eval/new", "grpo --config {output_dir}": "grpo --config runs/grpo", "get {place}": "get owner/name", "launch METHOD --config FORK": "launch ppo --config FORK", "strategy={strategy}{…}": "strategy=ddp --toy", "get {name} --from": "get smollm2 --from pypi", "--config {…}": "--config run.yaml",
@@ -62,7 +62,7 @@ OF_COMMAND: dict[str, dict[str, str]] = {  # metavariables that mean something e
     "grpo": {"FILE": "prompts.jsonl"}, "rlaif": {"FILE": "prompts.jsonl"},
     "get": {"NAME": "smollm2"}, "feedback": {"FILE": "feedback.jsonl"}, "reward": {"FILE": "pairs.jsonl"}, "launch": {"FORK": "runs/fork"}, "fork": {"KEY=VALUE": "kl_coef=0.2"}, "push": {"NAME": "owner/name"}, "run": {"FILE": "pairs.jsonl", "run.yaml": "run_all.yaml"},
     "sample": {"FOLDER": "runs/reward/model", "...": "Hello."}, "attack": {"MODEL": "runs/reward/model"},
-    "eval": {"FOLDER": "runs/reward/model"}, "compare": {"A": "runs/eval/old", "B": "runs/eval/new", "C": "runs/eval/sums/smollm2"}, "lm-eval": {"MODEL": "tiny"}, "plan": {"FILE": "run.yaml"},
+    "eval": {"FOLDER": "runs/reward/model"}, "compare": {"A": "runs/eval/old", "B": "runs/eval/new", "C": "runs/eval/sums/smollm2"}, "plan": {"FILE": "run.yaml"},
 }  # fmt: skip
 CONFIGS = {
     "eval": "bench.evals:EvalConfig", "attack": "bench.attack:AttackConfig",

@@ -42,9 +42,9 @@ TOKEN = "hf_" + "t" * 30
 SMALL = ["steps=1", "epochs=null", "console=false", "token_budget=2048", "data.eval_size=null", "data.max_cut=1"]
 DRAWN = ["mini_batch_size=8", "rollout_batch_size=8", "sampling.max_new_tokens=8"]
 REFUSED: dict[str, str] = {  # the beginning of a line, and what it must say here
-    "run --config run_all.yaml --gates strict": "didn't pass its gate", "lm-eval": "lm-eval is not installed. Type: pip install lm-eval", "get owner/name": "HF_HUB_OFFLINE forbids",
+    "run --config run_all.yaml --gates strict": "didn't pass its gate", "get owner/name": "HF_HUB_OFFLINE forbids",
     "feedback feedback.jsonl --export pairs.jsonl --scrub": "pip install presidio-analyzer",
-    "serve --upstream big=": "no server of OpenAI's API answers at http://127.0.0.1:8001/v1", "rlaif model.name_or_path=runs/sft/model data.path=prompts.jsonl judge.endpoint.url": "Is the server up at this address?",
+    "rlaif model.name_or_path=runs/sft/model data.path=prompts.jsonl judge.endpoint.url": "Is the server up at this address?",
     "rlaif judge.endpoint.url=http": "Is the server up at this address?", "plan grpo model.name_or_path=Qwen/": "no hub name that can be reached", "data owner/name": "HF_HUB_OFFLINE",
     "push runs/grpo owner/name": "HF_HUB_OFFLINE forbids to go to the hub", "push runs/demo/ppo owner/name": "HF_HUB_OFFLINE forbids to go to the hub", "push runs/ppo": "HF_HUB_OFFLINE forbids to go to the hub",
 }  # fmt: skip
@@ -108,7 +108,6 @@ def lived_in(world: Path) -> Path:
     (world / "submissions").mkdir()
     (world / "submissions/u17.json").write_text(json.dumps({"student": "u17", "answers": {}}))
     jsonl(world / "traffic.jsonl", traffic(3) + traffic(3, "8d1f0c2a77b1", seed=1))
-    jsonl(world / "to_rate.jsonl", [{"step": s, "rating": 3 + s % 2} for s in range(0, 41, 4) for _ in range(3)])
     jsonl(world / "votes.jsonl", [{"model_a": "a", "model_b": "b", "winner": w} for w in ("model_a", "model_b", "tie") * 6])  # fmt: skip
     jsonl(world / "alpaca.json", [{"instruction": "Say owl.", "input": "", "output": "Owl."}] * 16)
     jsonl(world / "orca_dpo.jsonl.gz", [{"system": "", "question": f"Owl {i}?", "chosen": "Yes.", "rejected": "No."} for i in range(16)])  # fmt: skip
@@ -165,7 +164,7 @@ LITTLE = {  # what makes a command's work small
     "eval": ["--limit", "2", "max_new_tokens=4"], "compare": ["--limit", "2"], "attack": ["--rows", "16"],
     "sample": ["--max-new-tokens", "8"], "chat": ["--max-new-tokens", "8"],
     "cycle": ["toy=true", *(f"{s}.{w}" for s in ("dpo", "ppo", "reward") for w in ("steps=1", "epochs=null"))],
-    "demo": ["steps=1", *DRAWN], "lm-eval": ["--limit", "1"], "export": ["--limit", "2"],
+    "demo": ["steps=1", *DRAWN], "export": ["--limit", "2"],
 }  # fmt: skip
 
 

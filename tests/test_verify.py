@@ -24,14 +24,12 @@ from rlhf_nb.rewards.answers import (
     extract_choice,
     extract_number,
     final_answer,
-    majority_vote,
     normalize_text,
     pass_at_k,
 )
 from rlhf_nb.rewards.base import Rewards
 from rlhf_nb.rewards.code import PythonTests, extract_code, parse_tests
 from rlhf_nb.rewards.formats import (
-    Gated,
     JsonMatches,
     Length,
     Matches,
@@ -123,7 +121,7 @@ def test_messages_and_strings_are_the_same() -> None:
     said = ["<think>2 + 2</think><answer>4</answer>", "5"]
     chats = [[{"role": "user", "content": "2 + 2 = 5, no?"}, {"role": "assistant", "content": s}] for s in said]
     parts = [[{"role": "assistant", "content": [{"type": "text", "text": s}]}] for s in said]
-    for reward in (Number(), ExactMatch(), ThinkFormat(), Matches(r".*4.*"), Gated(Number(), ThinkFormat())):
+    for reward in (Number(), ExactMatch(), ThinkFormat(), Matches(r".*4.*")):
         want = reward(["?"] * 2, said, answer=["4", "4"])
         assert want == [1.0, 0.0]
         assert reward(["?"] * 2, chats, answer=["4", "4"]) == reward(["?"] * 2, parts, answer=["4", "4"]) == want
@@ -196,27 +194,13 @@ def test_called_as_trl_calls_it() -> None:
         tests=["assert True"],
         trainer_state=None,
     )
-    for reward in (Number(), ExactMatch(), MultipleChoice(), ThinkFormat(), Matches("4"), JsonMatches(), Repetition(), PythonTests(), Length(float), Gated(Number(), Matches("4"))):  # fmt: skip
+    for reward in (Number(), ExactMatch(), MultipleChoice(), ThinkFormat(), Matches("4"), JsonMatches(), Repetition(), PythonTests(), Length(float)):  # fmt: skip
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             (score,) = reward(**keywords)  # type: ignore[arg-type]
         assert score is None or isinstance(score, float)
         assert reward.__name__ == reward.name
-    assert Length(float)(**keywords) == [2.0] and Gated(Number(), Matches("4"))(**keywords) == [1.0]  # type: ignore[arg-type]
-
-
-def test_gate() -> None:
-    def plain(prompts: list[str], completions: list[str], answer: list[int]) -> list[float | None]:
-        return [None if a is None else float(a) for a in answer]
-
-    gated = Gated(plain, Length(lambda n: float(n < 3)), otherwise=-1.0)
-    assert gated.name == "plain"
-    assert gated(["?"] * 4, ["x"] * 4, completion_ids=[[1], [1] * 5, [1], [1]], answer=[5, 5, None, -2]) == [
-        5,
-        -1,
-        None,
-        -2,
-    ]
+    assert Length(float)(**keywords) == [2.0]
 
 
 def test_json_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,4 +246,3 @@ def test_pass_at_k_counts_subsets() -> None:
             subsets = list(itertools.combinations([True] * c + [False] * (n - c), k))
             assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-15)
     assert pass_at_k(10_000, 1, 100) == pytest.approx(0.01)
-    assert majority_vote([Fraction(1), None, Fraction(2, 2), "x"]) == 1

@@ -15,12 +15,11 @@ from ..console import me, tell
 from ..errors import ConfigError
 
 # %% auto #0
-__all__ = ['DECODERS', 'sample_command', 'chat_command', 'get_command', 'eval_command', 'compare_command', 'attack_command',
-           'lm_eval_command']
+__all__ = ['DECODERS', 'sample_command', 'chat_command', 'get_command', 'eval_command', 'compare_command', 'attack_command']
 
 # %% ../../nbs/cli/ask.ipynb #c1510a05
 DECODERS = (  # of decode.named; a test compares them
-    "plain, best_of_n, soft_best_of_n, rejection, vote, speculative, constrained, mixture, contrastive"
+    "plain, best_of_n, vote, speculative, constrained"
 )
 _Model = typer.Argument(..., metavar="MODEL", help="directory, GGUF file, short name (smollm2, ...) or hub name")
 _MaxNew = typer.Option(None, min=1, help="longest answer; default: what the model says, else 256 (base models: 64)")
@@ -223,26 +222,3 @@ def attack_command(
         hacks = ", ".join(f.family for f in result.hacks) or "none"
         tell(f"Hacks: {hacks}. {len(result.pairs)} pairs to train on: {folder / 'pairs.jsonl'}. ", err=False, end="")
         tell(f"All numbers: {folder / 'attack.json'}", err=False)
-
-
-def lm_eval_command(
-    model: str = typer.Argument(..., help="folder, short name or hub name"),
-    tasks: str = typer.Option(..., "--tasks", help="names of tasks or groups, with commas between them"),
-    limit: int = typer.Option(None, "--limit", min=1, help="so many questions of each task; default: all"),
-    few_shot: int = typer.Option(None, "--few-shot", min=0,
-        help="solved examples before each question; default: as the task says"),
-    include: str = typer.Option(None, "--include", help="folder with task files of your own"),
-    chat: bool = typer.Option(False, "--chat", help="questions go through the model's chat template"),
-    out: str = typer.Option(None, "--out", help="folder for results.json; default: runs/lm-eval/MODEL"),
-    debug: bool = Debug,
-) -> None:  # fmt: skip
-    """Run tasks of the lm-evaluation-harness (an optional package) on a model."""
-    with told(debug):
-        from rlhf_nb.bench.lm_eval import harness_table, run_harness
-
-        names = [t.strip() for t in tasks.split(",") if t.strip()]
-        results, numbers = run_harness(
-            model, names, limit=limit, few_shot=few_shot, include=include, chat=chat, out=out
-        )
-        print_rich(harness_table(results))
-        tell(f"Numbers: {numbers}", err=False)

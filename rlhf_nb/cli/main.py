@@ -145,7 +145,7 @@ runs_app = typer.Typer(help="Look after run directories.", no_args_is_help=True)
 app.add_typer(runs_app, name="runs")
 
 for module, names in (
-    (ask, ("sample", "chat", "get", "eval", "compare", "attack", "lm-eval")),
+    (ask, ("sample", "chat", "get", "eval", "compare", "attack")),
     (models, ("export", "merge", "push")),
     (traffic, ("serve", "monitor", "feedback", "cycle")),
     (trials, ("sweep", "fork", "overopt")),
@@ -274,7 +274,7 @@ Three things will happen, all on this machine, offline, in two or three minutes:
 """
 _NEXT = """\
 What to open next
-  {path}/figures/      training.png and before_after.png
+  {path}/report.html   curves of the three stages, and answers
   {path}/results.json  all numbers
   {path}/ppo/model     the trained model; ask it something:
       {me} sample {path}/ppo/model "Visitor: Where do owls live?\\nPip:"
@@ -487,7 +487,6 @@ def plan_command(
     host: float = typer.Option(None, help="GiB of main memory for each GPU; default: enough", min=0, max=1e6),
     on: str = typer.Option(None, help="kind of GPU, for seconds a step: t4 to b200, or a YAML file of its rates"),
     price: float = typer.Option(None, help="of a GPU's hour; needs --on", min=0, max=1e6),
-    hours: float = typer.Option(None, help="that a run lasts: failures are simulated; needs --on", min=0.1, max=1e5),
     rollouts: str = typer.Option(None, callback=_overlap, is_eager=True, help="a run: which lag and workers would pay"),
     debug: bool = Debug,
 ) -> None:  # fmt: skip
@@ -506,7 +505,7 @@ def plan_command(
             )
         given = typed(config, toy, overrides)
         say_what_to_train("plan", kind, cfg, given)
-        _tell(plan_for(cfg, gpus, on, memory, host, shlex.join(given), price, hours), err=False)
+        _tell(plan_for(cfg, gpus, on, memory, host, shlex.join(given), price), err=False)
         here = cost_here(cfg)
         if here:
             _tell("\n" + "\n".join(here), err=False)

@@ -22,10 +22,6 @@ _Models = typer.Argument(
 _Model = typer.Option(None, "--model", hidden=True)
 _Adapter = typer.Option(None, "--adapter", metavar="NAME=FOLDER", help="a LoRA adapter on one of the models")
 _Split = typer.Option(None, "--split", metavar="NAME=A:0.9,B:0.1", help="divide users of a name between models")
-_Shadow = typer.Option(None, "--shadow", metavar="A=B:0.1", help="B answers a share of what A is asked, unseen")
-_Upstream = typer.Option(
-    None, "--upstream", metavar="NAME=URL", help="a model that another server computes, vLLM's for one"
-)
 _Set = typer.Option(None, "--set", metavar="KEY=VALUE", help="any setting (docs/serving.md), such as max_concurrent=32")
 
 
@@ -37,7 +33,7 @@ def serve_command(
     keys: str = typer.Option(None, help="file with hashed API keys"),
     new_key: str = typer.Option(None, "--new-key", metavar="NAME",
         help="print a new key and its line for that file, and end"),
-    upstream: list[str] = _Upstream, split: list[str] = _Split, shadow: list[str] = _Shadow,
+    split: list[str] = _Split,
     page: bool = typer.Option(False, "--page", help="a chat page at /"),
     feedback: str = typer.Option(None, metavar="FILE",
         help="what users say of answers, at /v1/feedback and on the page"),
@@ -62,11 +58,10 @@ def serve_command(
         logging.getLogger("rlhf_nb.serve").setLevel("INFO")
         settings = read_settings(
             config, [*(models or []), *(model or [])], more, adapters=named_places(adapter, "--adapter"),
-            upstreams=named_places(upstream, "--upstream"), host=host, port=port, keys=keys,
-            split=shares_of(split, "--split"), shadow=shares_of(shadow, "--shadow"), traffic=traffic, log_text=log_text,
+            host=host, port=port, keys=keys, split=shares_of(split, "--split"), traffic=traffic, log_text=log_text,
             page=page, feedback=feedback,
         )  # fmt: skip
-        if not (settings.models or settings.upstreams):
+        if not settings.models:
             raise ConfigError(
                 f"no model is named, so there is nothing to serve. Type: {me()} serve smollm2, or a folder."
             )

@@ -11,7 +11,6 @@ import typer
 from .options import Debug, ConfigFile, Toy, print_rich, told
 from .settings import load_config, say_what_to_train
 from ..console import again, me, tell
-from ..errors import RunError, printable
 
 # %% auto #0
 __all__ = ['sweep_command', 'fork_command', 'overopt_command']
@@ -31,7 +30,7 @@ def sweep_command(
         help="a method, or a file that describes the sweep"),
     words: list[str] = _Words,
     seeds: int = typer.Option(None, "--seeds", min=1, help="how many, the same for every candidate; default: 3"),
-    search: str = typer.Option(None, "--search", help="grid (default), random or halving"),
+    search: str = typer.Option(None, "--search", help="grid (default) or random"),
     trials: int = typer.Option(None, "--trials", min=1, help="candidates to draw"),
     metric: str = typer.Option(None, "--metric",
         help="what is compared; default: gold, accuracy, reward or loss, the first that all runs have"),
@@ -45,8 +44,7 @@ def sweep_command(
 ) -> None:  # fmt: skip
     """Try settings on the same seeds and data, and say which differences are real."""
     with told(debug, " ".join([me(), *sys.argv[1:]])):
-        from rlhf_nb.pipeline.stage_sweep import read_sweep, sweep_table, winners_lines
-        from rlhf_nb.pipeline.sweep import sweep
+        from rlhf_nb.pipeline.sweep import read_sweep, sweep, sweep_table, winners_lines
         from rlhf_nb.train.registry import get
         from rlhf_nb.train.stage import with_proxy
 
@@ -67,7 +65,7 @@ def fork_command(
     run: Path = _Run,
     overrides: list[str] = typer.Argument(None, metavar="[KEY=VALUE]...",
         help="what is changed, for example kl_coef=0.05"),
-    at: int = typer.Option(None, "--at", help="steps that both futures share; left out: show the run's forks"),
+    at: int = typer.Option(..., "--at", min=1, help="steps that both futures share"),
     to: Path = typer.Option(None, "--to", help="folder of the fork; default: RUN-forkSTEP-1 beside the run"),
     prepare: bool = typer.Option(False, "--prepare",
         help="only make the folder; its method's command with --resume goes on"),
@@ -75,36 +73,28 @@ def fork_command(
 ) -> None:  # fmt: skip
     """Another future of a run: from a step on, with changed settings and the same random numbers."""
     with told(debug, again()):
-        from rlhf_nb.pipeline.fork import family_told, prepare_fork, run_fork
+        from rlhf_nb.pipeline.fork import prepare_fork, run_fork
 
-        if at is not None:
-            made = prepare_fork(run, at, overrides or [], to)
-            steps = f" ({made.replayed} steps were made again)" if made.replayed else ""
-            tell(f"{made.folder}: {'; '.join(made.changes) or 'nothing changed'}, from step {at} on{steps}.", err=False)
-            if made.differs:
-                tell(
-                    f"Note: the steps made again differ from the run's log ({made.differs}): other threads, machine or "
-                    "version. The fork shares random numbers, not bits."
-                )
-            if prepare:
-                return
+        made = prepare_fork(run, at, overrides or [], to)
+        steps = f" ({made.replayed} steps were made again)" if made.replayed else ""
+        tell(f"{made.folder}: {'; '.join(made.changes) or 'nothing changed'}, from step {at} on{steps}.", err=False)
+        if made.differs:
+            tell(
+                f"Note: the steps made again differ from the run's log ({made.differs}): other threads, machine or "
+                "version. The fork shares random numbers, not bits."
+            )
+        if not prepare:
             run_fork(made)
-            run = made.folder
-        elif overrides:
-            raise RunError(f"at which step shall {run} be forked? Add --at STEP.")
-        tell(printable(family_told(run)), err=False)
+            tell(f"Both futures side by side: {me()} board {made.folder.parent}", err=False)
 
 
 def overopt_command(
     run: Path = _Run,
     gold: str = typer.Option(None, help="metric of what is wanted; default: rewards/gold or eval/gold"),
-    ratings: Path = typer.Option(None, "--rated", help="JSON lines with step and rating, in place of a gold metric"),
-    ask: int = typer.Option(0, min=0, help="so many answers are worth rating: write them to --to-rate"),
-    to_rate: Path = typer.Option(None, help="the file for --ask; default: to_rate.jsonl in the run's directory"),
     debug: bool = Debug,
 ) -> None:
-    """Say where gold peaks over KL, how much KL is left, and which answers to rate; the picture goes into figures/."""
+    """Say where gold peaks over KL, and how much KL is left; the picture goes into figures/."""
     with told(debug):
         from rlhf_nb.pipeline.lab import overopt
 
-        overopt(run, gold, ratings=ratings, ask=ask, to_rate=to_rate, say=lambda text: tell(text, err=False))
+        overopt(run, gold, say=lambda text: tell(text, err=False))

@@ -3,19 +3,16 @@
 # %% ../../nbs/data/convert.ipynb #dd6a426a
 from __future__ import annotations
 
-import json
-import random
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ..core import DataError
 from .formats import to_rows
 from .shapes import PLAIN, Reading
 
 Row = dict[str, Any]
 
 # %% auto #0
-__all__ = ['Row', 'to_unpaired', 'to_pairs']
+__all__ = ['Row', 'to_unpaired']
 
 # %% ../../nbs/data/convert.ipynb #e89efe9f
 def to_unpaired(rows: Iterable[Row], reading: Reading = PLAIN) -> Iterator[Row]:
@@ -32,41 +29,3 @@ def to_unpaired(rows: Iterable[Row], reading: Reading = PLAIN) -> Iterator[Row]:
         for side, label in (("chosen", True), ("rejected", False)):
             more = {"tools": row["tools"]} if row.get("tools") else {}
             yield {"prompt": row["prompt"], "completion": row[side], "label": label, **more}
-
-# %% ../../nbs/data/convert.ipynb #293782f4
-def to_pairs(rows: Iterable[Row], every: bool = False, seed: int = 0) -> tuple[list[Row], int]:
-    """Good and bad answers to the same prompt as pairs.
-
-    Args:
-        rows: prompt + completion + label.
-        every: all combinations of good and bad; False: each answer once, partners drawn by lot.
-        seed: of the draw.
-
-    Returns:
-        Preferences (prompts in the order of their first row), and how many answers found no partner.
-
-    Raises:
-        DataError: a row has another format, or no prompt has both a good and a bad answer.
-    """
-    groups: dict[str, tuple[Any, list[Any], list[Any]]] = {}
-    total = 0
-    for row in to_rows(rows, "unpaired"):
-        key = json.dumps(row["prompt"], sort_keys=True)
-        prompt, good, bad = groups.setdefault(key, (row["prompt"], [], []))
-        (good if row["label"] else bad).append(row["completion"])
-        total += 1
-    lot, out, used = random.Random(seed), [], 0
-    for prompt, good, bad in groups.values():
-        if every:
-            drawn = [(g, b) for g in good for b in bad]
-            used += (len(good) + len(bad)) * bool(drawn)
-        else:
-            n = min(len(good), len(bad))
-            drawn, used = list(zip(lot.sample(good, n), lot.sample(bad, n), strict=True)), used + 2 * n
-        out += [{"prompt": prompt, "chosen": g, "rejected": b} for g, b in drawn]
-    if not out:
-        raise DataError(
-            f"{total} answers to {len(groups)} prompts, but none has both a good and a bad one, so nothing can be "
-            "compared. Train on them one by one instead: KTO."
-        )
-    return out, total - used

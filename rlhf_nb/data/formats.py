@@ -31,9 +31,9 @@ class DataWarning(UserWarning):
 
 # %% auto #0
 __all__ = ['Message', 'Text', 'Row', 'COLUMNS', 'OPTIONAL', 'SFT_FORMATS', 'PROMPTED', 'USUAL', 'ROLES', 'HUMAN', 'ASSISTANT',
-           'DataWarning', 'format_table', 'detect_format', 'renamed', 'rename_columns', 'check_messages',
-           'without_none', 'hermes_as_calls', 'thoughts_of', 'with_thoughts', 'check_text', 'prompt_text', 'is_hh',
-           'parse_hh', 'format_hh', 'extract_prompt', 'to_format', 'format_of', 'whole_rows', 'to_rows']
+           'DataWarning', 'format_table', 'detect_format', 'renamed', 'check_messages', 'without_none',
+           'hermes_as_calls', 'thoughts_of', 'with_thoughts', 'check_text', 'prompt_text', 'is_hh', 'parse_hh',
+           'extract_prompt', 'to_format', 'format_of', 'whole_rows', 'to_rows']
 
 # %% ../../nbs/data/formats.ipynb #e9212480
 COLUMNS: dict[str, tuple[str, ...]] = {  # most specific first
@@ -185,15 +185,6 @@ def renamed(rows: Iterable[Row], names: Mapping[str, str | None]) -> Iterator[Ro
                 "null, ...} drops it."
             )
         yield {new: v for k, v in row.items() if (new := names.get(k, k)) is not None}
-
-
-def rename_columns(rows: Iterable[Row], names: Mapping[str, str | None]) -> list[Row]:
-    """Rows with columns renamed: `rename_columns(rows, {"question": "prompt", "answer": "completion", "id": None})`.
-
-    Raises:
-        DataError: as `renamed`.
-    """
-    return list(renamed(rows, names))
 
 # %% ../../nbs/data/formats.ipynb #21f63d98
 ROLES = ("system", "user", "assistant", "tool")
@@ -393,19 +384,6 @@ def parse_hh(text: str) -> list[Message]:
             f"{HUMAN!r} and {ASSISTANT!r}."
         )
     return [{"role": _NAMES[name], "content": words.strip()} for name, words in zip(pieces[::2], pieces[1::2])]
-
-
-def format_hh(messages: Sequence[Message]) -> str:
-    """The notation of HH-RLHF for messages; the inverse of `parse_hh`.
-
-    Raises:
-        DataError: a role other than user and assistant.
-    """
-    marks = {"user": HUMAN, "assistant": ASSISTANT}
-    for i, m in enumerate(messages):
-        if m["role"] not in marks:
-            raise DataError(f"messages[{i}] has the role {m['role']!r:.40}; HH dialogues know only user and assistant.")
-    return "".join(f"{marks[m['role']]} {m['content']}".rstrip() for m in messages)
 
 # %% ../../nbs/data/formats.ipynb #b58e912f
 def _safe_cut(chosen: str, rejected: str) -> int:

@@ -19,7 +19,8 @@ from ..core import DataError
 from .formats import DataWarning, Row
 
 # %% auto #0
-__all__ = ['endpoint', 'offline', 'kinds_of', 'status_of', 'refusal', 'explained', 'go_on', 'sha256_of', 'open_hub']
+__all__ = ['endpoint', 'offline', 'kinds_of', 'status_of', 'refusal', 'explained', 'go_on', 'sha256_of', 'files_digest',
+           'open_hub']
 
 # %% ../../nbs/data/hub.ipynb #8614f706
 def endpoint() -> str:
@@ -262,6 +263,26 @@ def sha256_of(path: Path) -> str:
     with path.open("rb") as f:
         while piece := f.read(1 << 22):
             digest.update(piece)
+    return digest.hexdigest()
+
+
+def files_digest(path: str | Path) -> str | None:
+    """A hash of a file's contents, or of all files in a folder with their names; None where there is neither.
+
+    Args:
+        path: of a dataset.
+    """
+    path = Path(path).expanduser()
+    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else []
+    if not files:
+        return None
+    digest = hashlib.blake2b(digest_size=20)
+    for file in files:
+        name = "".join(file.suffixes) if file == path else str(file.relative_to(path))
+        digest.update(f"{name}\0{file.stat().st_size}\0".encode())
+        with open(file, "rb") as f:
+            while block := f.read(1 << 20):
+                digest.update(block)
     return digest.hexdigest()
 
 

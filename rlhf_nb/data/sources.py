@@ -35,9 +35,8 @@ from ..types import Completions, PreferenceBatch, PromptBatch
 
 # %% auto #0
 __all__ = ['PERCENTILES', 'row_key', 'deduplicate', 'asked', 'hold_out', 'truncate', 'row_lengths', 'LengthReport', 'cut_example',
-           'length_report', 'filter_lengths', 'tokenize_sft', 'tokenize_preferences', 'tokenize_prompts',
-           'collate_completions', 'collate_preferences', 'collate_prompts', 'prompt_batch', 'MemorySource',
-           'shuffle_buffer', 'StreamSource']
+           'length_report', 'tokenize_sft', 'tokenize_preferences', 'tokenize_prompts', 'collate_completions',
+           'collate_preferences', 'collate_prompts', 'prompt_batch', 'MemorySource', 'shuffle_buffer', 'StreamSource']
 
 # %% ../../nbs/data/sources.ipynb #2dd78153
 _KNOWN = {c for names in COLUMNS.values() for c in names} | {"tools"}
@@ -257,39 +256,6 @@ def length_report(
     if warn:
         _warn_cut(report, 4)
     return report
-
-# %% ../../nbs/data/sources.ipynb #072bb3fb
-def filter_lengths(
-    rows: Sequence[Row],
-    max_length: int | None = None,
-    max_prompt_length: int | None = None,
-    min_completion: int = 0,
-    warn: bool = True,
-) -> list[Row]:
-    """Tokenized rows that fit without being cut.
-
-    Args:
-        rows: from one of the `tokenize_*` functions.
-        max_length: most tokens of prompt and completion together.
-        max_prompt_length: most tokens of the prompt.
-        min_completion: fewest tokens of the (longest) completion.
-        warn: say how many were dropped.
-
-    Raises:
-        DataError: nothing is left.
-    """
-
-    def fits(row: Row) -> bool:
-        p, c = row_lengths(row)
-        return p <= (max_prompt_length or p) and p + c <= (max_length or p + c) and c >= min_completion
-
-    kept = [r for r in rows if fits(r)]
-    limits = f"max_length={max_length}, max_prompt_length={max_prompt_length}, min_completion={min_completion}"
-    if rows and not kept:
-        raise DataError(f"None of {len(rows)} rows fits {limits}; raise the limits (length_report shows the lengths).")
-    if warn and len(kept) < len(rows):
-        _warn(f"{len(rows) - len(kept)} of {len(rows)} rows don't fit {limits} and are dropped.")
-    return kept
 
 # %% ../../nbs/data/sources.ipynb #b96cb7c1
 def _tell(out: list[Row], lost: Counter[str], total: int, limits: tuple[int | None, int | None], tok: Any) -> None:

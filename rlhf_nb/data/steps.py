@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 from ..core import ConfigError, DataError
 from .formats import DataWarning, Row, to_rows
 from .sources import truncate
-from .templates import encode_continuations, encode_pairs, encode_prompts, is_blank, pairs_as_chat
+from .templates import encode_continuations, encode_pairs, is_blank, pairs_as_chat
 
 # %% auto #0
-__all__ = ['LINES', 'StepRule', 'tokens_at', 'step_ends', 'tokenize_steps', 'encode_steps']
+__all__ = ['LINES', 'StepRule', 'tokens_at', 'step_ends', 'tokenize_steps']
 
 # %% ../../nbs/data/steps.ipynb #10575453
 class StepRule(NamedTuple):
@@ -259,21 +259,3 @@ def _warn_of(rows: Sequence[Row], lost: Counter[str], total: int, tok: Any, rule
             "the model will be asked at places that it never learnt: set boundary.pattern to what ends a step in these "
             "rows.", DataWarning, stacklevel=3,
         )  # fmt: skip
-
-
-def encode_steps(
-    tok: Any, prompt: Any, steps: Sequence[str], rule: StepRule = LINES
-) -> tuple[list[int], list[int], list[int]]:
-    """A whole answer in steps as tokens: those of the prompt, those of the answer with EOS, and at which of these its
-    steps end.
-
-    Args:
-        tok: tokenizer.
-        prompt: text or messages.
-        steps: texts, at least one.
-        rule: how they are joined.
-    """
-    row = tokenize_steps(
-        [{"prompt": prompt, "completions": list(steps), "labels": [0] * len(steps)}], tok, rule, warn=False
-    )[0]
-    return row["prompt_ids"], row["completion_ids"], row["step_ends"]

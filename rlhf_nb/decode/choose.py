@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -26,8 +25,8 @@ from ..rollout.sampler import addresses
 from ..types import Rollout
 
 # %% auto #0
-__all__ = ['Weigher', 'best_of_curve', 'best_of_bound', 'best_of_kl', 'choice_bound', 'weigh_best', 'weigh_soft', 'words_vote',
-           'weigh_votes', 'pick_different', 'OneOfMany', 'best_of_n', 'Rejection']
+__all__ = ['Weigher', 'best_of_curve', 'best_of_bound', 'choice_bound', 'weigh_best', 'words_vote', 'weigh_votes', 'OneOfMany',
+           'best_of_n']
 
 # %% ../../nbs/decode/choose.ipynb #2526faf9
 def _shares(values: Sequence[float], by: Sequence[float]) -> list[float]:
@@ -92,90 +91,6 @@ def best_of_bound(n: float) -> float:
     return math.log(n) - (n - 1) / n
 
 
-def _kl_of(counts: Sequence[int], n: int) -> float:
-    """The sum over levels with masses in proportion to counts, from the worst to the best."""
-    size, done, total = sum(counts), 0, 0.0
-
-    def inner(x: float) -> float:  # ∫ n F^(n−1) log(n F^(n−1)) dF
-        return x**n * math.log(n) + (n - 1) * (x**n * math.log(x) - x**n / n) if x > 0 else 0.0
-
-    for m in counts:
-        low, high = done / size, (done + m) / size
-        mass = high**n - low**n
-        if m == 1:
-            total += inner(high) - inner(low)
-        elif mass > 0:
-            total += mass * math.log(mass / (high - low))
-        done += m
-    return total
-
-
-_TABLED = 32  # draws up to which the estimate is tabled
-
-
-@lru_cache(16)
-def _kl_table(n: int) -> Tensor:
-    """What a draw counts for with i of the other n − 1 below it and j equal to it, [n, n].
-
-    The KL is the mean over draws of h(a, b) = Q log Q, Q = Σ bⁱ aⁿ⁻¹⁻ⁱ, where a share a of the policy scores less and
-    a share b no more. A table's mean is a
-    polynomial in a and b; least squares finds the one that is nearest to h, and nearest of all where scores have two
-    levels, none, or one.
-    """
-    i, j = (x.double() for x in torch.tensor([(i, j) for i in range(n) for j in range(n - i)]).T)
-    several = torch.lgamma(torch.tensor(float(n))) - torch.lgamma(i + 1) - torch.lgamma(j + 1) - torch.lgamma(n - i - j)
-
-    def chances(a: Tensor, b: Tensor) -> Any:  # of each (i, j)
-        return several.exp() * a[:, None] ** i * (b - a)[:, None] ** j * (1 - b)[:, None] ** (n - 1 - i - j)
-
-    def h(a: Tensor, b: Tensor) -> Any:
-        q = (b[:, None] ** torch.arange(n) * a[:, None] ** torch.arange(n - 1, -1, -1)).sum(1)
-        return torch.special.xlogy(q, q)
-
-    grid = (1 - (torch.linspace(0, math.pi, 2 * n + 8, dtype=torch.float64)).cos()) / 2
-    pairs = torch.cartesian_prod(grid, grid)
-    a, b = pairs[pairs[:, 0] <= pairs[:, 1]].T
-    p, zero, one = grid[1:-1], torch.zeros(2 * n + 6).double(), torch.ones(2 * n + 6).double()
-    even = (torch.arange(400, dtype=torch.float64) + 0.5) / 400
-    two = p[:, None] * chances(zero, p) + (1 - p)[:, None] * chances(p, one)
-    x = torch.cat([chances(a, b), 30 * two, 30 * chances(even, even).mean(0, True), 30 * chances(zero[:1], one[:1])])
-    bound = torch.tensor([best_of_bound(n), 0.0], dtype=torch.float64)
-    y = torch.cat([h(a, b), 30 * (p * h(zero, p) + (1 - p) * h(p, one)), 30 * bound])
-    out = torch.zeros(n, n, dtype=torch.float64)
-    out[i.long(), j.long()] = torch.linalg.solve(x.T @ x + 1e-7 * torch.eye(len(i)).double(), x.T @ y)
-    return out
-
-
-def best_of_kl(scores: Tensor) -> Tensor:
-    """Estimated KL of best-of-N to the policy, from the scores of the N draws; its mean over prompts is within 2 % for
-    N ≥ 3. Two draws can't tell how many answers share a score, so N = 2 gets the upper bound.
-
-    Args:
-        scores: [B, N].
-
-    Returns:
-        float64[B], nats. A single prompt's number has the noise of N draws.
-    """
-    n, out = scores.shape[1], []
-    if n == 2:
-        return torch.full((len(scores),), best_of_bound(2), dtype=torch.float64)
-    if 1 < n <= _TABLED:
-        below = (scores[:, None] < scores[..., None]).sum(2)
-        equal = (scores[:, None] == scores[..., None]).sum(2) - 1
-        return _kl_table(n)[below, equal].mean(1)
-    for row in scores.double().tolist():
-        found = Counter(row)
-        counts = [found[s] for s in sorted(found)]
-        if n < 2 or len(counts) == 1:
-            out.append(0.0)
-            continue
-        without = [
-            m * _kl_of([c - (i == j) for j, c in enumerate(counts) if c > (i == j)], n) for i, m in enumerate(counts)
-        ]
-        out.append(min(max(n * _kl_of(counts, n) - (n - 1) * sum(without) / n, 0.0), best_of_bound(n)))
-    return torch.tensor(out, dtype=torch.float64)
-
-
 def choice_bound(weights: Tensor) -> Tensor:
     """log n − H(w), float64[B]: what a choice with weights [B, n] among n draws moves the policy by, at most, on
     average.
@@ -212,23 +127,6 @@ def weigh_best(reward: Any) -> Weigher:
     return weigh
 
 
-def weigh_soft(reward: Any, temperature: float) -> Weigher:
-    """Weights in proportion to exp(score / temperature).
-
-    Source: Verdun et al., arXiv 2505.03156.
-    """
-    if not temperature > 0:
-        raise ConfigError(
-            f"soft best-of-n: the temperature is {temperature}, and must be above 0 (0 would be best-of-n)."
-        )
-
-    def weigh(r: Rollout, n: int) -> tuple[Tensor, Tensor | None, int]:
-        scores, read = _score(reward, r, n)
-        return (scores / temperature).softmax(1), scores, read
-
-    return weigh
-
-
 def words_vote(text: str) -> str | None:
     """A text as a vote: its words, without case, punctuation and spaces; None: it has none."""
     return " ".join(re.findall(r"\w+", text.lower())) or None
@@ -254,48 +152,7 @@ def weigh_votes(read: Callable[[str], Hashable | None] = extract_number) -> Weig
 
     return weigh
 
-
-def _pairs(text: str) -> set[tuple[str, str]]:
-    """Neighbouring words."""
-    words = text.lower().split()
-    return set(zip(words, words[1:]))
-
-
-def pick_different(scores: Sequence[float], texts: Sequence[str], count: int, diversity: float) -> list[int]:
-    """Pick answers one after the other by score, less what they have in common with those that were picked.
-
-    Args:
-        scores, texts: of the pool.
-        count: how many to pick.
-        diversity: what an answer loses that consists of the same word pairs as one that was picked, in units of score.
-
-    Source: maximal marginal relevance, Carbonell and Goldstein (1998).
-    """
-    pairs = [_pairs(t) for t in texts]
-    common = [0.0] * len(texts)
-    picked: list[int] = []
-    while len(picked) < count:
-        best = max(
-            (i for i in range(len(texts)) if i not in picked), key=lambda i: (scores[i] - diversity * common[i], -i)
-        )
-        picked.append(best)
-        for i, own in enumerate(pairs):
-            both = (
-                len(own & pairs[best]) / max(1, len(own | pairs[best]))
-                if own or pairs[best]
-                else float(texts[i] == texts[best])
-            )
-            common[i] = max(common[i], both)
-    return picked
-
 # %% ../../nbs/decode/choose.ipynb #4bfba55c
-def _draws(name: str, n: int) -> int:
-    """A number of draws that there can be."""
-    if n < 1:
-        raise ConfigError(f"{name}: n is {n}, and at least one answer must be drawn.")
-    return n
-
-
 class OneOfMany(Decoder):
     """Draw n answers and keep one.
 
@@ -304,14 +161,15 @@ class OneOfMany(Decoder):
         n: draws for each answer that is given.
         weigh: how the n are weighed.
         inner: who draws them; None: the policy itself.
-        diversity: see `pick_different`; 0: answers are picked one by one, each from its own n draws.
+
+    Raises:
+        ConfigError: n is below 1.
     """
 
-    def __init__(self, name: str, n: int, weigh: Weigher, inner: Decoder | None = None, diversity: float = 0.0) -> None:
-        if diversity < 0:
-            raise ConfigError(f"{name}: diversity is {diversity}; below 0 it would reward answers that are alike.")
-        self.name, self.n, self.inner = f"{name}, n = {n}", _draws(name, n), inner or Plain()
-        self.weigh, self.diversity = weigh, diversity
+    def __init__(self, name: str, n: int, weigh: Weigher, inner: Decoder | None = None) -> None:
+        if n < 1:
+            raise ConfigError(f"{name}: n is {n}, and at least one answer must be drawn.")
+        self.name, self.n, self.inner, self.weigh = f"{name}, n = {n}", n, inner or Plain(), weigh
         self.draws: Rollout | None = None  # of the last call, all of them
         self.scores: Tensor | None = None  # [answers, n], of the last call
 
@@ -322,35 +180,20 @@ class OneOfMany(Decoder):
         self.one_kind(request)
         r = self.inner.generate(model, **vars(replace(request, num_samples=num_samples * self.n)))
         bill = paid(self.inner)
-        pool = self.n * num_samples if self.diversity else self.n
-        weights, scores, read = self.weigh(r, pool)
-        groups = torch.arange(len(weights)) * pool
-        if self.diversity:
-            if scores is None:
-                raise ConfigError(
-                    f"{self.name}: diversity takes something from a score, and a vote has none: leave it out."
-                )
-            texts = [r.texts[a : a + pool] for a in groups.tolist()]
-            picks = [pick_different(s, t, num_samples, self.diversity) for s, t in zip(scores.tolist(), texts)]
-            rows = (groups[:, None] + torch.tensor(picks)).flatten()
-            kl, kl_is = None, ""
-        else:
-            repeat, sample = addresses(prompts, num_samples)
-            u = uniforms(derive_seed(request.seed, "choice"), request.step, prompts.uid.cpu()[repeat], sample, 1)[:, 0]
-            rows = groups + inverse_cdf(weights, u)
-            kl, kl_is = self._kl(weights, scores)
-        kl = None if bill.kl is None else kl  # a filter moved the draws themselves
+        weights, scores, read = self.weigh(r, self.n)
+        repeat, sample = addresses(prompts, num_samples)
+        u = uniforms(derive_seed(request.seed, "choice"), request.step, prompts.uid.cpu()[repeat], sample, 1)[:, 0]
+        rows = torch.arange(len(weights)) * self.n + inverse_cdf(weights, u)
         self.draws, self.scores, self.exact = r, scores, self.inner.exact
         kept = r[rows.to(r.completion_ids.device)]
         gains = bill.gains | self._gains(scores, rows, weights)
-        known = {} if kl is None else {"kl": kl, "kl_is": kl_is}
+        known = {} if bill.kl is None else {"kl": self._kl(weights, scores), "kl_is": "at most"}  # a filter moves, too
         return self.pay(kept, begin, bill.tokens, read=bill.read + read, gains=gains, **known)
 
-    def _kl(self, weights: Tensor, scores: Tensor | None) -> tuple[float, str]:
-        """Nats per answer, and what is known of that number."""
-        if scores is not None and bool(((weights > 0) == (scores == scores.max(1, keepdim=True).values)).all()):
-            return float(best_of_kl(scores).mean()), "at most" if scores.shape[1] == 2 else "estimate"
-        return float(choice_bound(weights).mean()), "at most"
+    def _kl(self, weights: Tensor, scores: Tensor | None) -> float:
+        """Nats per answer, at most."""
+        by_choice = float(choice_bound(weights).mean())
+        return by_choice if scores is None else min(by_choice, best_of_bound(self.n))
 
     def _gains(self, scores: Tensor | None, rows: Tensor, weights: Tensor) -> dict[str, float]:
         """Score of a draw, and of what was kept; of a vote, how many agree."""
@@ -359,68 +202,12 @@ class OneOfMany(Decoder):
         return {"score of a draw": float(scores.mean()), "score of what is kept": float(scores.flatten()[rows].mean())}
 
 
-def best_of_n(reward: Any, n: int = 16, inner: Decoder | None = None, diversity: float = 0.0) -> OneOfMany:
+def best_of_n(reward: Any, n: int = 16, inner: Decoder | None = None) -> OneOfMany:
     """Draw n answers and keep the best.
 
     Args:
         reward: a reward function, a reward model, an ensemble, or Rewards.
         n: draws for each answer.
         inner: who draws; None: the policy.
-        diversity: see `pick_different`.
     """
-    return OneOfMany("best of n", n, weigh_best(reward), inner, diversity)
-
-# %% ../../nbs/decode/choose.ipynb #bea4f3a0
-class Rejection(Decoder):
-    """Draw until the score reaches a threshold, n times at most.
-
-    Args:
-        reward: as in `best_of_n`.
-        threshold: least score of an answer that is kept.
-        n: most draws for an answer; after them the best is kept.
-        inner: who draws; None: the policy.
-    """
-
-    def __init__(self, reward: Any, threshold: float, n: int = 16, inner: Decoder | None = None) -> None:
-        self.name, self.n, self.inner = f"rejection below {threshold:g}", _draws("rejection", n), inner or Plain()
-        self.reward, self.threshold = reward, threshold
-
-    @torch.no_grad()
-    def answer(self, model: nn.Module, request: Request) -> Rollout:
-        """See `Sampler`; log-probs are the policy's own."""
-        begin = time.perf_counter()
-        self.one_kind(request)
-        rows, before = addresses(request.prompts, request.num_samples)
-        batch = request.prompts[rows.to(request.prompts.uid.device)]
-        open_, best = torch.arange(len(rows)), torch.full((len(rows),), -torch.inf, dtype=torch.float64)
-        parts: list[Rollout] = []
-        where = torch.zeros(len(rows), dtype=torch.int64)  # which of all draws each answer is
-        nats = torch.zeros(len(rows), dtype=torch.float64)
-        spent, drawn, first, seen = None, 0, 0.0, 0
-        while len(open_) and drawn < self.n:
-            some = replace(batch[open_.to(batch.uid.device)], before=before[open_])
-            again = replace(request, prompts=some, seed=derive_seed(request.seed, "draw", drawn), num_samples=1)
-            r = self.inner.generate(model, **vars(again))
-            scores, read = _score(self.reward, r, 1)
-            scores = scores[:, 0]
-            bill = paid(self.inner)
-            bill = replace(bill, read=bill.read + read)
-            spent = bill if spent is None else spent + bill
-            first = float(scores.mean()) if drawn == 0 else first
-            better = scores > best[open_]
-            where[open_[better]] = seen + better.nonzero()[:, 0]
-            best[open_[better]] = scores[better]
-            parts, seen, drawn = [*parts, r], seen + len(r), drawn + 1
-            open_ = open_[scores < self.threshold]
-            nats[open_] += 1 / drawn
-        assert spent is not None
-        kept = Rollout.cat(parts, request.tokenizer.pad_token_id or 0)[where.to(parts[0].completion_ids.device)]
-        self.exact = self.inner.exact
-        gains = {
-            "score of a draw": first,
-            "score of what is kept": float(best.mean()),
-            "share that reached it": 1 - len(open_) / len(rows),
-        }
-        sure = spent.kl is not None and not len(open_)
-        known = {"kl": float(nats.mean()), "kl_is": "estimate"} if sure else {}
-        return self.pay(kept, begin, spent.tokens, read=spent.read, gains=gains, **known)
+    return OneOfMany("best of n", n, weigh_best(reward), inner)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from ..core import ConfigError, ModelError
 from .decoder import Decoder
-from .mixed import drawn_by
 from ..fast.support import unwrapped
 from ..rollout.backends import Request
-from ..rollout.sampler import check_request
+from ..rollout.choosing import Chooser
+from ..rollout.mixture import sample_together
+from ..rollout.sampler import check_request, eval_mode
 from ..types import Rollout
 from ..untrusted import Unreadable, json_value
 
@@ -168,6 +169,32 @@ class _Writing:
         return sum(fits) / len(fits)
 
 
+def _nats(choose: Chooser, own: Tensor, moved: Tensor, place: int) -> Tensor:
+    """KL [B] at one place, from what answers are drawn of to what the policy says: logits [B, V] of both."""
+    plain, w = choose.weights(own, place)[0], choose.weights(moved, place)[1]
+    q = w / w.sum(-1, keepdim=True)
+    nats: Tensor = (torch.special.xlogy(q, q) - torch.where(q > 0, q * plain, 0.0)).sum(-1)
+    return nats
+
+
+def _drawn(model: Any, writing: _Writing, request: Request) -> tuple[Rollout, dict[str, Any]]:
+    """Answers of what is left of the policy, and their KL to it, computed token by token."""
+    choose, nats = request.choose(model), list[Tensor]()
+
+    def left(said: list[Callable[[], Tensor]]) -> Tensor:
+        own = said[0]()
+        moved = writing.masked(own)
+        nats.append(_nats(choose, own, moved, len(nats)))
+        return moved
+
+    with eval_mode(model):
+        r = sample_together([model], left, request, writing.heard)
+    if request.greedy:
+        return r, {}
+    each = torch.where(r.completion_mask, torch.stack(nats, 1), 0.0).sum(1).double()
+    return r, {"kl": max(0.0, float(each.mean())), "kl_is": "estimate"}
+
+
 _TABLES: dict[tuple[int, ...], tuple[Any, Any]] = {}  # tokens as llguidance reads them, with the tokenizer of each
 
 
@@ -234,7 +261,7 @@ class Constrained(Decoder):
         first = self.matcher(request.tokenizer, len(weight), ends).deep_copy()
         first.consume_tokens(list(self.begun or ()))
         writing = _Writing(first, rows * request.num_samples, set(ends))
-        r, kl = drawn_by([bare], lambda own, _: writing.masked(own), request, writing.heard)
+        r, kl = _drawn(bare, writing, request)
         whole, n = writing.whole(), int(r.completion_lens.sum())
         if (cut := round((1 - whole) * len(r))) and self.begun is None:
             log.warning(

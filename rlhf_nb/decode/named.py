@@ -11,9 +11,8 @@ from pydantic import Field, model_validator
 from ..config import StrictConfig, option
 from ..core import ConfigError, did_you_mean
 from .constrained import Constrained, read_form
-from .choose import OneOfMany, Rejection, best_of_n, weigh_soft, weigh_votes, words_vote
+from .choose import OneOfMany, best_of_n, weigh_votes, words_vote
 from .decoder import Decoder, Plain
-from .mixed import Mixed
 from .speculative import Speculative
 from .stops import Stopping, parse_stops
 from ..rewards.answers import extract_choice, extract_number
@@ -26,29 +25,20 @@ class DecoderKind(NamedTuple):
     """What is known of a kind of decoder."""
 
     main: str | None  # the setting that may stand behind the colon; a number, of constrained a text
-    needs: str  # reward (that it chooses by), other (model); "": nothing
+    rewarded: bool  # chooses by a reward
     draws: bool  # needs answers that differ, so that greedy decoding makes no sense
     about: str
 
-    @property
-    def rewarded(self) -> bool:
-        """Whether it chooses by a reward."""
-        return self.needs == "reward"
-
 
 KINDS = {
-    "plain": DecoderKind(None, "", False, "the policy's own samples"),
-    "best_of_n": DecoderKind("n", "reward", True, "of n draws the one with the best reward"),
-    "soft_best_of_n": DecoderKind("n", "reward", True, "of n draws one, by exp(reward / tau)"),
-    "rejection": DecoderKind("threshold", "reward", True, "draw until the reward reaches a threshold, n times at most"),
-    "vote": DecoderKind("n", "", True, "of n draws one that says what most say"),
-    "speculative": DecoderKind("ahead", "", False, "the policy's own samples, sooner, through a draft"),
-    "constrained": DecoderKind("regex", "", False, "the policy's answers in a given form"),
-    "mixture": DecoderKind("weight", "other", False, "logits between the policy's and another model's"),
-    "contrastive": DecoderKind("weight", "other", False, "logits moved away from a weaker model's"),
+    "plain": DecoderKind(None, False, False, "the policy's own samples"),
+    "best_of_n": DecoderKind("n", True, True, "of n draws the one with the best reward"),
+    "vote": DecoderKind("n", False, True, "of n draws one that says what most say"),
+    "speculative": DecoderKind("ahead", False, False, "the policy's own samples, sooner, through a draft"),
+    "constrained": DecoderKind("regex", False, False, "the policy's answers in a given form"),
 }
 SAME = {"self_consistency": "vote", "majority": "vote", "speculate": "speculative"}  # other names in use
-_DRAWING = ("best_of_n", "soft_best_of_n", "rejection", "vote")
+_DRAWING = ("best_of_n", "vote")
 VOTES: dict[str, Callable[[str], Any]] = {"number": extract_number, "choice": extract_choice, "text": words_vote}
 
 
@@ -69,8 +59,8 @@ def _with_main(data: Mapping[str, Any]) -> dict[str, Any]:
     if main == "regex":
         return {**data, "kind": kind, main: value}
     try:
-        number = float(value) if main in ("threshold", "weight") else int(value)
-        if number <= 0 and main != "threshold":
+        number = int(value)
+        if number <= 0:
             raise ValueError
     except ValueError:
         wrong = f"decoder {kind}:{value}: {value!r} is no number for {main}; write for example {kind}:8."
@@ -83,18 +73,14 @@ class DecoderConfig(StrictConfig):
 
     kind: str = option(
         "plain",
-        "plain, best_of_n, soft_best_of_n, rejection, vote, speculative, constrained, mixture, contrastive; "
-        "best_of_n:16 sets n, too",
+        "plain, best_of_n, vote, speculative, constrained; best_of_n:16 sets n, too",
     )
-    n: int = option(16, "draws for each answer (rejection: at most)", ge=1)
+    n: int = option(16, "draws for each answer", ge=1)
     reward: Any = Field(
         default=None,
         description="what draws are chosen by: folder of a reward model, or an entry as in rewards; null in training: "
         "the run's own",
     )
-    tau: float = option(1.0, "of soft_best_of_n: small is greedy, large is random; in units of reward", gt=0)
-    threshold: float | None = option(None, "of rejection: least reward of an answer")
-    diversity: float = option(0.0, "of best_of_n with several answers: what one loses that repeats another", ge=0)
     vote: str = option(
         "number",
         "what answers agree in: number (the last one), choice (a letter) or text",
@@ -107,13 +93,6 @@ class DecoderConfig(StrictConfig):
     )
     ahead: int = option(16, "of speculative: most tokens of a proposal", ge=1)
     most_rows: int = option(4, "of speculative: with more answers at once it is plain", ge=1)
-    other: str | None = option(
-        None, "of mixture and contrastive: folder or name of the other model, with the same vocabulary"
-    )
-    weight: float = option(
-        0.5, "of mixture: share of the other (above 1: beyond it); of contrastive: how far away from it", gt=0
-    )
-    plausible: float = option(0.1, "of contrastive: tokens below this share of the likeliest are left out", ge=0, lt=1)
     regex: str | None = option(None, "of constrained, and of kinds that draw: what a whole answer matches")
     json_schema: Any = Field(default=None, description="instead: a JSON schema that answers fit, or its file")
     grammar: str | None = option(None, "instead: file of a Lark grammar that answers fit")
@@ -132,12 +111,6 @@ class DecoderConfig(StrictConfig):
     @model_validator(mode="after")
     def _fits(self) -> DecoderConfig:
         """What a kind needs is there."""
-        if self.kind == "rejection" and self.threshold is None:
-            raise ValueError(
-                "decoder rejection needs a threshold: rejection:0.5 keeps answers whose reward is at least 0.5."
-            )
-        if self.diversity and self.kind != "best_of_n":
-            raise ValueError(f"diversity is for best_of_n, and kind is {self.kind}: leave it out.")
         if self.kind == "constrained" and (not self.formed or self.regex == ""):
             raise ValueError(
                 "decoder constrained needs a form: constrained:PATTERN, or json_schema=FILE.json, or grammar=FILE.lark "
@@ -177,38 +150,28 @@ def _drawer(config: DecoderConfig) -> Decoder:
     return Stopping(stops, form) if stops else form or Plain()
 
 
-_NEEDED = {
-    "reward": "chooses by a reward, and none is named. Add --reward FOLDER of a reward model (in settings: "
-    "decoder.reward=FOLDER), or an entry such as '{file: rewards.py, fn: NAME}' or '{verify: number}'.",
-    "other": "needs a second model: other=FOLDER or a name (on a command line --set other=FOLDER).",
-}
-
-
-def make_decoder(config: DecoderConfig, reward: Any = None, draft: Any = None, other: Any = None) -> Decoder:
+def make_decoder(config: DecoderConfig, reward: Any = None, draft: Any = None) -> Decoder:
     """The decoder that settings describe.
 
     Args:
         config: of it.
         reward: what draws are chosen by, where the kind needs it.
         draft: a model, where `config.draft` names one.
-        other: the second model, for mixture and contrastive.
 
     Raises:
-        ConfigError: the kind needs a reward or a model, and there is none.
+        ConfigError: the kind needs a reward, and there is none.
     """
     c, kind, inner = config, config.kind, _drawer(config)
-    parts: dict[str, Any] = {"reward": reward, "other": other}
-    if (needs := KINDS[kind].needs) and parts[needs] is None:
-        raise ConfigError(f"decoder {kind} {_NEEDED[needs]}")
+    if KINDS[kind].rewarded and reward is None:
+        raise ConfigError(
+            f"decoder {kind} chooses by a reward, and none is named. Add --reward FOLDER of a reward model (in "
+            "settings: decoder.reward=FOLDER), or an entry like '{file: rewards.py, fn: NAME}' or '{verify: number}'."
+        )
     makers: dict[str, Callable[[], Decoder]] = {
-        "best_of_n": lambda: best_of_n(reward, c.n, inner, c.diversity),
-        "soft_best_of_n": lambda: OneOfMany("soft best of n", c.n, weigh_soft(reward, c.tau), inner),
-        "rejection": lambda: Rejection(reward, float(c.threshold or 0.0), c.n, inner),
+        "best_of_n": lambda: best_of_n(reward, c.n, inner),
         "vote": lambda: OneOfMany("vote", c.n, weigh_votes(VOTES[c.vote]), inner),
         "speculative": lambda: Speculative(c.draft if draft is None else draft, c.ahead, c.most_rows),
-        "mixture": lambda: Mixed(other, c.weight),
-        "contrastive": lambda: Mixed(other, -c.weight, c.plausible),
     }
     made = makers[kind]() if kind in makers else inner
-    stops = parse_stops(c.stop) if kind in ("speculative", "mixture", "contrastive") else None
+    stops = parse_stops(c.stop) if kind == "speculative" else None
     return Stopping(stops, made) if stops else made

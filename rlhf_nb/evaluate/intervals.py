@@ -296,9 +296,15 @@ class Decision(NamedTuple):
     high: float
     needed: int | None  # prompts that would do in four of five futures; None: decided, or more than were tried
     tried: int  # longest future that was tried
+    mean: float = math.nan  # of all points
 
     def __str__(self) -> str:
         bounds = f"win rate within [{self.low:.1%}, {self.high:.1%}] whenever one looks"
+        if self.mean < self.low or self.mean > self.high:
+            return (
+                f"not decided: the first prompts say [{self.low:.1%}, {self.high:.1%}], and all {self.n} together "
+                f"{self.mean:.1%}, so their order tells how they end. Shuffle the prompts first"
+            )
         if self.better:
             return f"decided after {self.decided_at} of {self.n} prompts: the {self.better} is better; {bounds}"
         more = f"about {_round(self.needed):,} would do" if self.needed else f"even {_round(self.tried):,} might not do"
@@ -323,7 +329,8 @@ def decide(
         level: probability that no moment's answer is wrong.
         futures: drawn from the points, for the forecast; seed: of these draws.
 
-    The order must not depend on the points: a file sorted by difficulty is shuffled first.
+    The order must not depend on the points: a file sorted by difficulty is shuffled first. Where the bounds leave out
+    the mean of all points, nothing is decided, and `str` says why.
 
     Source: Waudby-Smith and Ramdas (2024), see `confidence_sequence`.
     """
@@ -333,10 +340,10 @@ def decide(
     up, down = log_wealth(x, 0.5, bets(x, alpha))
     fell = np.maximum(up, down) >= rich
     if fell.any():
-        at = int(fell.argmax())
-        return Decision(
-            "first" if up[at] >= rich else "second", len(x), at + 1, float(low[-1]), float(high[-1]), None, len(x)
-        )
+        at, mean = int(fell.argmax()), float(x.mean())
+        known = low[-1] <= mean <= high[-1]
+        better, when = ("first" if up[at] >= rich else "second", at + 1) if known else ("", None)
+        return Decision(better, len(x), when, float(low[-1]), float(high[-1]), None, len(x), mean)
     longest = int(min(50 * len(x), 20_000))
     rng = np.random.default_rng(derive_seed(seed, "futures"))
     times = []
@@ -345,7 +352,8 @@ def decide(
         crossed = np.maximum(*log_wealth(future, 0.5, bets(future, alpha))) >= rich
         times.append(int(crossed.argmax()) + 1 if crossed.any() else longest + 1)
     enough = int(np.quantile(times, 0.8)) if times else longest + 1
-    return Decision("", len(x), None, float(low[-1]), float(high[-1]), enough if enough <= longest else None, longest)
+    needed = enough if enough <= longest else None
+    return Decision("", len(x), None, float(low[-1]), float(high[-1]), needed, longest, float(x.mean()))
 
 # %% ../../nbs/evaluate/intervals.ipynb #64452eba
 class LengthControlled(NamedTuple):

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ..core import ConfigError, DataError, derive_seed, t_quantile
 from ..data.templates import encode_texts
-from .intervals import Calibration, Estimate, calibration, mean_interval, share_interval
+from .intervals import Estimate, mean_interval, share_interval
 from ..rewards.answers import after_thinking
 from ..rewards.formats import repetition
 from ..rollout.sampler import eval_mode
@@ -28,7 +28,7 @@ _Floats = NDArray[np.float64]
 
 # %% auto #0
 __all__ = ['REFUSALS', 'distinct_n', 'self_bleu', 'tfidf', 'embed', 'effective_number', 'is_refusal', 'ratio_interval',
-           'perplexity', 'preference_calibration', 'kmeans', 'cluster_prompts', 'by_slice', 'describe']
+           'perplexity', 'kmeans', 'cluster_prompts', 'by_slice', 'describe']
 
 # %% ../../nbs/evaluate/metrics.ipynb #ff15dc58
 def _grams(text: str, n: int) -> list[tuple[str, ...]]:
@@ -215,19 +215,6 @@ def perplexity(
     )
     value, low, high = (math.exp(min(x, 700.0)) for x in per_token[:3])
     return {"perplexity": Estimate(value, low, high, per_token.n, level, "ratio"), "bits_per_byte": bits}
-
-# %% ../../nbs/evaluate/metrics.ipynb #b86bb5b1
-def preference_calibration(chosen: Any, rejected: Any, bins: int = 10, seed: int = 0) -> Calibration:
-    """Brier score and calibration error of σ(score − score) on labelled pairs.
-
-    Args:
-        chosen, rejected: [B] scores of the better and of the worse answer.
-        bins: of equal width; seed: of who is called the first.
-    """
-    a, b = np.asarray(chosen, dtype=np.float64), np.asarray(rejected, dtype=np.float64)
-    front = np.random.default_rng(derive_seed(seed, "front")).random(len(a)) < 0.5
-    margin = np.where(front, a - b, b - a)
-    return calibration(0.5 * (1 + np.tanh(margin / 2)), front * 1.0, bins, seed=seed)
 
 # %% ../../nbs/evaluate/metrics.ipynb #3ce86dd3
 def kmeans(vectors: _Floats, k: int, seed: int = 0, rounds: int = 50) -> list[int]:

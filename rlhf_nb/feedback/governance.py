@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..core import DataError, RunError, check_choice
-from ..data.cache import files_digest
+from ..data.hub import files_digest
 from .annotators import Aggregate
 from .store import Feedback, FeedbackStore
 from ..run.log import append_line, read_metrics

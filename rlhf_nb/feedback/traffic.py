@@ -33,7 +33,6 @@ class Served:
         first_token_s: seconds from the request to the first token; None: there was none.
         seconds: from the request to the end.
         finish: stop, length, cancelled, deadline or error.
-        shadow: no client saw it.
         prompt, answer: texts (or messages); None unless the server was told to keep them.
     """
 
@@ -47,7 +46,6 @@ class Served:
     first_token_s: float | None
     seconds: float
     finish: str
-    shadow: bool = False
     prompt: Any = None
     answer: str | None = None
     name: str = ""

@@ -37,9 +37,8 @@ from ..widgets.panels import group_panels
 from ..widgets.reader import open_runs
 
 # %% auto #0
-__all__ = ['TOY_STEPS', 'cell', 'card_table', 'Told', 'read_run', 'figure', 'BeforeAfter', 'verdict', 'Measured',
-           'measure_models', 'hub_name', 'inherited_license', 'portable', 'describe_data', 'toy_settings', 'commands',
-           'front_matter', 'card']
+__all__ = ['cell', 'card_table', 'Told', 'read_run', 'figure', 'BeforeAfter', 'verdict', 'Measured', 'measure_models', 'hub_name',
+           'inherited_license', 'portable', 'describe_data', 'commands', 'front_matter', 'card']
 
 # %% ../../nbs/hub/card.ipynb #f8666e3a
 _MARKS = set("\\`*{}[]<>|#~@$&^")
@@ -418,25 +417,12 @@ def describe_data(told: Told) -> str:
     return "; ".join(words)
 
 # %% ../../nbs/hub/card.ipynb #59037c73
-TOY_STEPS = 40
-
-
-def toy_settings(info: MethodInfo) -> dict[str, Any]:
-    """The settings that do a method's work once more in the toy world."""
-    return ({"reward": "gold"} if info.online else {}) | {"steps": TOY_STEPS, "epochs": None}
-
-
 def commands(told: Told) -> list[str]:
-    """The lines that do a run again: as it was, and in the toy world where it was none."""
-    info = told.info
-    if info is None:
+    """The line that does a run again."""
+    if told.info is None:
         return []
-    name = info.command or info.name
-    lines = [f"rlhf-nb {name} --config run/config.yaml output_dir=again"]
-    if not model_world(told.config.model.name_or_path):
-        words = [f"{k}={'null' if v is None else v}" for k, v in toy_settings(info).items()]
-        lines.append(f"rlhf-nb {name} --toy {' '.join(words)} output_dir=again_toy")
-    return lines
+    name = told.info.command or told.info.name
+    return [f"rlhf-nb {name} --config run/config.yaml output_dir=again"]
 
 
 def front_matter(told: Told, license: str | None) -> str:

@@ -3,11 +3,12 @@
 # %% ../../nbs/hub/push.ipynb #9c69c204
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,13 @@ from rlhf_nb.hub.card import (
     portable,
     read_run,
 )
-from .rebuild import rebuild_notebook, shown_log
 from ..core import ConfigError, RunError, printable
 from ..data.hub import endpoint, kinds_of, offline, status_of
+from ..run.log import plain_json, read_metrics
 from ..untrusted import Unreadable, dump_yaml, parse_yaml
 
 # %% auto #0
-__all__ = ['find_secrets', 'build_folder', 'not_sent', 'send', 'push_to_hub']
+__all__ = ['find_secrets', 'shown_log', 'build_folder', 'not_sent', 'send', 'push_to_hub']
 
 # %% ../../nbs/hub/push.ipynb #0893377f
 _SECRETS = {
@@ -96,6 +97,13 @@ def _put(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
+def shown_log(told: Told) -> Iterable[str]:
+    """The lines of a run's log that go with its model: start, steps, evaluations, end; no paths, no requests."""
+    for event in read_metrics(told.run) if told.run is not None else []:
+        if event.get("type") in ("start", "step", "eval", "end"):
+            yield json.dumps(plain_json(portable(event)), ensure_ascii=False, allow_nan=False)
+
+
 def build_folder(
     found: Told,
     name: str,
@@ -104,7 +112,7 @@ def build_folder(
     samples: bool = True,
     say: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Write what is pushed: model, card, figure, notebook, settings and log.
+    """Write what is pushed: model, card, figure, settings and log.
 
     Args:
         found: see `card.read_run`.
@@ -131,7 +139,6 @@ def build_folder(
             picture = "figures/curves.png"
             (folder / "figures").mkdir()
             (folder / picture).write_bytes(figure(folder / "run"))
-            (folder / "rebuild.ipynb").write_text(rebuild_notebook(found, name), encoding="utf-8")
         if found.kind != "reward":
             say("Held-out prompts are answered, by the first model and by this one.")
     text = card(found, name, license or inherited_license(found), measure_models(found), picture, samples)

@@ -18,7 +18,6 @@ from ..scoring.trees import TOKEN_BUDGET
 from ..scoring.scores import TokenScores, completion_logps, completion_values
 from ..scoring.head import split_head
 from .heads import RewardModel, ScalarAdapter, ScalarHead, ValueModel, load_lora_state, read_adapter
-from .starts import Start, take_starts
 from .load import adapter_names, disable_dropout, find_model, merged_weights
 from .load import moves_base, quiet, save_model, saved_wholes, using_adapter
 from ..types import Completions
@@ -85,10 +84,7 @@ def _check_targets(model: nn.Module, targets: list[str] | str) -> None:
             raise ModelError(f"lora.target_modules: the model has no layer {target!r}. {hint}")
 
 # %% ../../nbs/models/adapters.ipynb #47c15f40
-def add_lora(
-    model: Any, settings: LoraSettings | None = None, adapter_name: str = "default", *,
-    seed: int = 0, kept: dict[str, Start] | None = None,
-) -> Any:  # fmt: skip
+def add_lora(model: Any, settings: LoraSettings | None = None, adapter_name: str = "default", *, seed: int = 0) -> Any:
     """Freeze a causal LM and put a trainable LoRA adapter into it; or a further adapter into a model that has some.
 
     Args:
@@ -96,8 +92,6 @@ def add_lora(
         settings: rank, scale, layers; `quantize_4bit` expects a model loaded in 4 bits.
         adapter_name: a name that is not taken.
         seed: of the adapter's initial weights; nothing else influences them.
-        kept: starts of pissa and olora that a run has kept (`starts.read_starts`); they save decomposing the weights
-            again.
 
     Returns:
         The peft model; adapters already there stay trainable if they were, and the new one is active if it is the
@@ -111,11 +105,10 @@ def add_lora(
         raise ModelError(f"adapter {adapter_name!r} is there already; it has: {', '.join(adapter_names(model))}.")
     _check_targets(model, settings.target_modules)
     _check_wholes(model, settings)
-    if adapter_names(model) and (settings.moves_base or moves_base(model)):
+    if adapter_names(model) and moves_base(model):
         raise ModelError(
-            f"lora.init_lora_weights={settings.init_lora_weights} with {len(adapter_names(model)) + 1} adapters: pissa "
-            "and olora change the frozen weights that the "
-            "other adapters stand on. Use true or gaussian where a backbone has several adapters."
+            f"an adapter beside {adapter_names(model)[0]!r}, which took its start (pissa, olora) out of the frozen "
+            "weights: both would stand on other weights than they were made for. Merge the first one."
         )
     from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 
@@ -128,23 +121,11 @@ def add_lora(
         modules_to_save=settings.modules_to_save or None,
     )  # fmt: skip
     prepare = prepare_model_for_kbit_training if settings.quantize_4bit else None
-    return insert_adapter(model, config, adapter_name, seed, get_peft_model, prepare, kept)
+    return insert_adapter(model, config, adapter_name, seed, get_peft_model, prepare)
 
 # %% ../../nbs/models/adapters.ipynb #176387fa
-def insert_adapter(
-    model: Any,
-    config: LoraConfig,
-    name: str,
-    seed: int,
-    wrap: Any,
-    prepare: Any = None,
-    kept: dict[str, Start] | None = None,
-) -> Any:
+def insert_adapter(model: Any, config: LoraConfig, name: str, seed: int, wrap: Any, prepare: Any = None) -> Any:
     """Put an adapter with a peft configuration into a model, seeded and in fp32; who was trainable stays so."""
-    start = config.init_lora_weights
-    taken = str(start).startswith(("pissa", "olora"))
-    if taken:  # first an adapter as any other, then its start out of the weights, layer by layer (`models.starts`)
-        config.init_lora_weights = True
     trainable = {id(p) for p in model.parameters() if p.requires_grad} if adapter_names(model) else set()
     device = next(model.parameters()).device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -160,10 +141,6 @@ def insert_adapter(
         p.requires_grad_(id(p) in trainable or own)
         if own:
             p.data = p.data.float()
-    if taken:
-        config.init_lora_weights = start
-        made = take_starts(model, name, str(start), seed, dict(kept or {}))
-        _log.info("%s: %d weights decomposed, the others as the run has kept them", start, made)
     return model
 
 # %% ../../nbs/models/adapters.ipynb #d0dbf710
@@ -468,10 +445,10 @@ def hydra(
     else:
         adapter = read_adapter(reward) if reward is not None else None
     names = adapter_names(policy)
-    if moves_base(policy) or (lora is not None and not names and lora.moves_base):
+    if moves_base(policy):
         raise ModelError(
-            "lora.init_lora_weights is pissa or olora, which change the frozen weights, and in a Hydra all four roles "
-            "stand on these. Use true or gaussian, or critic=shared."
+            "the policy's adapter took its start (pissa, olora) out of the frozen weights, and in a Hydra all four "
+            "roles stand on these. Merge it, or use critic=shared."
         )
     if saved_wholes(policy) or (lora is not None and lora.modules_to_save):
         raise ModelError(

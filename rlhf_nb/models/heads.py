@@ -25,7 +25,7 @@ from ..scoring.scores import Pooling, completion_values, sequence_scores
 from ..scoring.head import split_head
 from rlhf_nb.models.load import (
     adapter_names,
-    as_plain_lora,
+    check_start,
     base_of_adapter,
     check_loaded,
     check_whole,
@@ -164,8 +164,8 @@ class ScalarModel(nn.Module):
                 f"this {self.role} model has no LoRA adapter: all its weights were trained. Train it with LoRA "
                 "(model.lora.r=16) to share a backbone, or use critic=separate."
             )
-        state = lora_state(self.decoder, self.adapter)
-        plain, state = as_plain_lora(self.decoder, self.adapter, self.lora_config, state)
+        check_start(self.adapter, self.lora_config)
+        plain, state = self.lora_config, lora_state(self.decoder, self.adapter)
         pooling: Pooling = getattr(self, "pooling", "last")
         return ScalarAdapter(_for_decoder(plain, state), state, copy.deepcopy(self.head), float(self.bias), pooling)
 
@@ -534,8 +534,8 @@ def _save_lora(model: ScalarModel, config: LoraConfig, folder: Path) -> None:
     """Write a model's adapter as peft writes one for sequence classification, head included where it is linear."""
     folder.mkdir(parents=True, exist_ok=True)
     name, state = str(model.adapter), lora_state(model.decoder, str(model.adapter))
-    plain, state = as_plain_lora(model.decoder, name, model.lora_config, state)
-    settings = copy.deepcopy(plain)
+    check_start(name, model.lora_config)
+    settings: Any = copy.deepcopy(model.lora_config)
     settings.inference_mode = True
     simple = _like_a_classifier(model)
     prefix = f"{_classifier_shell(config).base_model_prefix}." if simple else ""

@@ -3,10 +3,8 @@
 # %% ../../nbs/models/load.ipynb #c6389e2e
 from __future__ import annotations
 
-import copy
 import importlib.util
 import logging
-import math
 import os
 import shutil
 import sys
@@ -24,7 +22,7 @@ from torch import Tensor, nn
 from ..config import LoraSettings, ModelConfig
 from ..data.templates import template_of
 from ..data.worlds import FIRST_WORLD, model_world
-from ..core import DTYPES, ConfigError, ModelError, Precision, check_choice, decide_precision, evaluating
+from ..core import DTYPES, ModelError, Precision, check_choice, decide_precision, evaluating
 from rlhf_nb.models.files import (
     base_of_adapter, check_model_folder, find_model, hub_adapter, load_or_explain, looks_local, named, no_such_path,
     pretrained, quiet,
@@ -41,12 +39,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 # %% auto #0
-__all__ = ['STARTS', 'ensure_pad', 'other_token', 'load_tokenizer', 'dropout_rates', 'disable_dropout', 'weights_dtype',
-           'check_window', 'resize_embeddings', 'quantization_of', 'check_loaded', 'load_causal_lm', 'load_model',
-           'set_special_tokens', 'lora_layers', 'saved_wholes', 'moves_base', 'adapter_names', 'adapters_kept',
-           'using_adapter', 'merged_weights', 'staged', 'probe_ids', 'compare_outputs', 'save_model', 'save_weights',
-           'check_whole', 'as_plain_lora', 'save_adapter', 'base_of_adapter', 'find_model', 'load_or_explain', 'named',
-           'pretrained', 'quiet']
+__all__ = ['ensure_pad', 'other_token', 'load_tokenizer', 'dropout_rates', 'disable_dropout', 'weights_dtype', 'check_window',
+           'resize_embeddings', 'quantization_of', 'check_loaded', 'load_causal_lm', 'load_model', 'set_special_tokens',
+           'lora_layers', 'saved_wholes', 'moves_base', 'adapter_names', 'adapters_kept', 'using_adapter',
+           'merged_weights', 'staged', 'probe_ids', 'compare_outputs', 'save_model', 'save_weights', 'check_whole',
+           'check_start', 'save_adapter', 'base_of_adapter', 'find_model', 'load_or_explain', 'named', 'pretrained',
+           'quiet']
 
 # %% ../../nbs/models/load.ipynb #0dea51d7
 _PADS = ["<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>", "<|pad_id|>"]
@@ -483,14 +481,10 @@ def saved_wholes(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def moves_base(model: Any) -> bool:
-    """Whether an adapter's start took a part out of the frozen weights, so that with adapters off the model is another
-    one."""
+    """Whether an adapter that was put in by other hands took its start out of the frozen weights, so that with adapters
+    off the model is another one."""
     configs = getattr(model, "peft_config", {}).values()
-    told = any(str(getattr(c, "init_lora_weights", "")).startswith(("pissa", "olora")) for c in configs)
-    return told or any(layer.__dict__.get(STARTS) for _, layer in lora_layers(model))
-
-
-STARTS = "_rlhf_nb_starts"  # of an adapted layer: {adapter: (A, B) that were taken out of its frozen weight}
+    return any(str(getattr(c, "init_lora_weights", "")).startswith(("pissa", "olora")) for c in configs)
 
 
 def adapter_names(model: nn.Module) -> list[str]:
@@ -589,7 +583,7 @@ def _merged_weight(layer: Any, adapter: str | None) -> Tensor:
     """W + (α/r) B A of one adapted layer (DoRA: with rows of the learnt lengths), in W's number format; 4-bit weights
     are unpacked.
 
-    Without an adapter: W as it was loaded, so what an adapter's start took out of it is put back.
+    Without an adapter: W itself.
     """
     from peft.tuners.lora import LoraLayer
     from peft.utils.integrations import dequantize_module_weight
@@ -597,9 +591,6 @@ def _merged_weight(layer: Any, adapter: str | None) -> Tensor:
     base = layer.get_base_layer()
     weight: Tensor = base.weight if base.weight.is_floating_point() else dequantize_module_weight(base)
     if adapter is None:
-        for name, (a, b) in layer.__dict__.get(STARTS, {}).items():
-            taken = layer.scaling[name] * b.to(weight.device) @ a.to(weight.device)
-            weight = (weight.float() + (taken.T if layer.fan_in_fan_out else taken)).to(weight.dtype)
         return weight.detach()
     variant = layer.lora_variant.get(adapter) if isinstance(layer, LoraLayer) else None
     if not isinstance(layer, LoraLayer) or (variant is not None and not type(variant).__name__.startswith("Dora")):
@@ -761,44 +752,18 @@ def check_whole(adapter: str, weights: dict[str, Tensor]) -> None:
         raise ModelError(f"adapter {adapter!r} has {found}: its weights are on other ranks; gather them before saving.")
 
 
-def as_plain_lora(
-    module: nn.Module, adapter: str, config: LoraConfig, weights: dict[str, Tensor]
-) -> tuple[Any, dict[str, Tensor]]:
-    """An adapter on the weights as they were loaded: one whose start was taken out of them gets twice the rank, B A −
-    B₀ A₀.
-
-    Args:
-        module: that holds the adapter.
-        adapter: its name.
-        config: its peft configuration.
-        weights: its tensors by names that end in `.lora_A.weight` and the like, without its name.
-
-    Returns:
-        Configuration and tensors that fit the model from the hub; those given where nothing was taken out.
+def check_start(adapter: str, config: LoraConfig) -> None:
+    """Refuse to save an adapter by itself that would be wrong on the model it came from.
 
     Raises:
-        ModelError: the start isn't known (the adapter was put in by other hands).
+        ModelError: its start was taken out of the frozen weights.
     """
-    starts = {
-        name: s[adapter] for name, layer in lora_layers(module) if adapter in (s := layer.__dict__.get(STARTS, {}))
-    }
-    if not starts:
-        if str(config.init_lora_weights).startswith(("pissa", "olora")):
-            raise ModelError(
-                f"adapter {adapter!r} started as {config.init_lora_weights!r}, which changed the frozen weights, and "
-                "what was taken out of them isn't known, so the adapter alone would be wrong on the model it came "
-                "from. Save it merged (merge=True), or let model.lora.init_lora_weights put it in."
-            )
-        return config, weights
-    config, out = copy.deepcopy(config), dict(weights)
-    config.lora_alpha *= math.sqrt(2) if config.use_rslora else 2
-    config.r, config.init_lora_weights = 2 * config.r, True
-    for key, value in weights.items():
-        name, _, part = key.rpartition(".lora_")
-        if part in ("A.weight", "B.weight"):
-            a, b = (x.to(value) for x in starts[name])
-            out[key] = torch.cat([value, a]) if part == "A.weight" else torch.cat([value, -b], 1)
-    return config, out
+    if str(config.init_lora_weights).startswith(("pissa", "olora")):
+        raise ModelError(
+            f"adapter {adapter!r} started as {config.init_lora_weights!r}, which changed the frozen weights, and what "
+            "was taken out of them isn't known, so the adapter alone would be wrong on the model it came from. Save it "
+            "merged (merge=True)."
+        )
 
 
 def save_adapter(model: Any, name: str, folder: Path) -> None:
@@ -808,7 +773,8 @@ def save_adapter(model: Any, name: str, folder: Path) -> None:
 
     weights = {k: v.detach().cpu().contiguous() for k, v in get_peft_model_state_dict(model, adapter_name=name).items()}
     check_whole(name, weights)
-    config, weights = as_plain_lora(model, name, model.peft_config[name], weights)
+    config = model.peft_config[name]
+    check_start(name, config)
     save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     training, config.inference_mode = config.inference_mode, True
     config.save_pretrained(str(folder))
@@ -824,21 +790,13 @@ def _verify(model: Any, adapter: str | None, folder: Path, shown: str | Path) ->
     with evaluating(model), using_adapter(model, adapter):
         expected = model(input_ids=ids).logits
     if (folder / "adapter_config.json").exists():
-        moved = [(layer, layer.get_base_layer()) for _, layer in lora_layers(model) if layer.__dict__.get(STARTS)]
-        residues = [(base, base.weight.data) for _, base in moved]
         with adapters_kept(model):
-            for layer, base in moved:  # the adapter belongs to the weights as they were loaded
-                base.weight.data = _merged_weight(layer, None)
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", ".*changes the base weights")  # peft's; they have been put back
-                model.load_adapter(str(folder), "saved_copy", torch_device=str(embedding.device))
+            model.load_adapter(str(folder), "saved_copy", torch_device=str(embedding.device))
             try:
                 with evaluating(model), using_adapter(model, "saved_copy"):
                     found = model(input_ids=ids).logits
             finally:
                 model.delete_adapter("saved_copy")
-                for base, weight in residues:
-                    base.weight.data = weight
     else:
         copy, info = AutoModelForCausalLM.from_pretrained(
             folder, dtype=embedding.dtype, output_loading_info=True, use_safetensors=True

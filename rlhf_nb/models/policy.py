@@ -9,7 +9,6 @@ from ..config import ModelConfig, TrainConfig
 from ..core import ConfigError, Precision, decide_precision
 from .adapters import add_lora
 from .load import adapter_names, load_causal_lm, load_tokenizer
-from .starts import read_starts
 
 # %% auto #0
 __all__ = ['load_policy', 'RunOfModel', 'check_adapters', 'dropout_left_out']
@@ -26,7 +25,7 @@ def load_policy(model: ModelConfig, train: TrainConfig) -> tuple[Any, Any, Preci
     tokenizer = load_tokenizer(model)
     net = load_causal_lm(model, precision, tokenizer=tokenizer, seed=train.seed)
     if model.lora is not None:
-        net = add_lora(net, model.lora, seed=train.seed, kept=read_starts(train.output_dir))
+        net = add_lora(net, model.lora, seed=train.seed)
     return net, tokenizer, precision
 
 # %% ../../nbs/models/policy.ipynb #fbbd91d2

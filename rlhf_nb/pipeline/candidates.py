@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from itertools import combinations, product
 from statistics import fmean
@@ -13,13 +14,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..config import parse_overrides
 from ..core import ConfigError, derive_seed, t_quantile, t_share
 from ..evaluate.intervals import Estimate, holm, mean_interval
 
 Floats = NDArray[np.float64]
 
 # %% auto #0
-__all__ = ['Floats', 'Candidate', 'Range', 'range_of', 'name_of', 'grid', 'drawn', 'Round', 'halving_rounds', 'cost_of', 'Gaps',
+__all__ = ['Floats', 'Candidate', 'Range', 'range_of', 'name_of', 'grid', 'drawn', 'split_values', 'read_words', 'Gaps',
            'compare_all', 'Standing', 'standings', 'seeds_needed']
 
 # %% ../../nbs/pipeline/candidates.ipynb #s6931007
@@ -108,42 +110,64 @@ def drawn(over: Mapping[str, Sequence[Any] | Range], n: int, seed: int = 0) -> l
             out.append(row)
     return out
 
-# %% ../../nbs/pipeline/candidates.ipynb #s6931011
-class Round(NamedTuple):
-    """A stretch of a halving."""
-
-    share: float  # of each candidate's steps at its end
-    keep: int  # how many go on
+# %% ../../nbs/pipeline/candidates.ipynb #s9220007
+_RANGE = re.compile(r"(log:)?\s*([-+.\de]+)\s*\.\.\s*([-+.\de]+)")
 
 
-def halving_rounds(n: int, eta: int = 3, least: float = 0.0) -> list[Round]:
-    """The rounds for n candidates.
+def split_values(text: str) -> list[str]:
+    """A text at its commas, except inside brackets and quotes."""
+    out, depth, quote = [""], 0, ""
+    for c in text:
+        if quote:
+            quote = "" if c == quote else quote
+        elif c in "'\"":
+            quote = c
+        else:
+            depth += (c in "[{(") - (c in "]})")
+        if c == "," and not quote and depth == 0:
+            out.append("")
+        else:
+            out[-1] += c
+    return out
+
+
+def _leaf(key: str, text: str) -> Any:
+    """A value as `key=value` on a command line is read."""
+    value: Any = parse_overrides([f"{key}={text}"])
+    for part in key.split("."):
+        value = value[part]
+    return value
+
+
+def read_words(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, list[Any] | Range]]:
+    """What holds for all, and what is tried.
 
     Args:
-        n: candidates.
-        eta: one in so many goes on.
-        least: share of the steps that the first round must have.
+        words: `key=value`, `key=a,b,c` or `key=low..high`.
 
-    Source: Jamieson and Talwalkar, arXiv 1502.07943.
+    Raises:
+        ConfigError: no `=`, or no value between two commas.
     """
-    count = 0
-    while n // eta ** (count + 1) >= 1 and eta ** -(count + 1) >= least:
-        count += 1
-    return [Round(eta ** -(count - i), n // eta ** (i + 1) if i < count else 0) for i in range(count + 1)]
-
-
-def cost_of(n: int, rounds: Sequence[Round]) -> float:
-    """Whole runs that a halving costs.
-
-    Args:
-        n: candidates at the beginning.
-        rounds: of it.
-    """
-    total, before = 0.0, 0.0
-    for share, keep in rounds:
-        total += n * (share - before)
-        n, before = keep, share
-    return total
+    fixed, over = dict[str, Any](), dict[str, list[Any] | Range]()
+    for word in words:
+        key, equals, text = word.partition("=")
+        key = key.strip().removeprefix("--")
+        if not equals or not key:
+            raise ConfigError(f"{word!r} is not of the form key=value, key=a,b,c or key=low..high.")
+        if found := _RANGE.fullmatch(text.strip()):
+            over[key] = range_of(
+                key, {"low": _leaf(key, found[2]), "high": _leaf(key, found[3]), "log": found[1] is not None}
+            )
+            continue
+        parts = split_values(text)
+        if len(parts) > 1 and not all(p.strip() for p in parts):
+            raise ConfigError(f"{word!r} has nothing between two commas, or after the last one.")
+        values = [_leaf(key, part) for part in parts]
+        if len(values) == 1:
+            fixed[key] = values[0]
+        else:
+            over[key] = values
+    return fixed, over
 
 # %% ../../nbs/pipeline/candidates.ipynb #s6931018
 class Gaps(NamedTuple):
@@ -187,12 +211,9 @@ class Standing(NamedTuple):
     """What a sweep says of a candidate."""
 
     candidate: Candidate
-    share: float  # of its steps that it made
-    values: dict[int, float]  # metric by seed, at that share
+    values: dict[int, float]  # metric by seed
     mean: Estimate | None  # None: it failed
-    behind: (
-        Estimate | None
-    )  # the best one's metric less its own, seed by seed; None: it is the best, or can't be compared
+    behind: Estimate | None  # the best one's metric less its own, seed by seed; None: it is the best, or failed
     p_holm: float  # of "as good as the best", corrected for all pairs
     failed: str = ""
     df: int = 1  # degrees of freedom of `behind`
@@ -207,60 +228,38 @@ class Standing(NamedTuple):
 
 
 def standings(
-    found: Sequence[tuple[Candidate, Mapping[float, Mapping[int, float]]]], minimize: bool = False, level: float = 0.95,
-    failures: Mapping[str, str] | None = None, rounds: int = 1,
-    questions: Mapping[tuple[str, float, int], Sequence[float]] | None = None,
+    found: Sequence[tuple[Candidate, Mapping[int, float]]], minimize: bool = False, level: float = 0.95,
+    failures: Mapping[str, str] | None = None, questions: Mapping[tuple[str, int], Sequence[float]] | None = None,
 ) -> list[Standing]:  # fmt: skip
     """The table of a sweep, best first.
 
     Args:
-        found: each candidate with its metric by share of the steps and by seed.
+        found: each candidate with its metric by seed.
         minimize: smaller is better.
         level: of intervals and of what counts as real.
         failures: by name, why a candidate has no result.
-        rounds: looks that there were at each pair.
-        questions: what the metric is the mean of, by name, share and seed, as many and in the same order for all; None:
-            it wasn't kept.
+        questions: what the metric is the mean of, by name and seed, as many and in the same order for all; None: it
+            wasn't kept.
     """
     sign, failures, asked = (-1.0 if minimize else 1.0), failures or {}, questions or {}
-    alive = [(c, {s: v for s, v in runs.items() if v}) for c, runs in found if name_of(c) not in failures]
-    alive = [(c, runs) for c, runs in alive if runs]
-    last = [max(runs) for _, runs in alive]
-    means = [sign * fmean(runs[s].values()) for (_, runs), s in zip(alive, last)]
-    order = sorted(range(len(alive)), key=lambda i: (-last[i], -means[i]))
-    at = dict[float, tuple[list[int], int, Gaps]]()  # by share: who has it, seeds, how they differ
-    for share in sorted({s for _, runs in alive for s in runs}):
-        who = [i for i in order if share in alive[i][1]]
-        seeds = sorted(set.intersection(*(set(alive[i][1][share]) for i in who)))
-        rows = [[asked.get((name_of(alive[i][0]), share, s), ()) for s in seeds] for i in who]
-        kept = len({len(row) for each in rows for row in each}) == 1 and min(len(rows[0]), 1) and len(rows[0][0]) > 1
-        values = [[alive[i][1][share][s] for s in seeds] for i in who]
-        at[share] = who, len(seeds), compare_all(values, rows if kept else None)
-
-    def pair(i: int, j: int) -> tuple[float, float, int, int, float] | None:  # at the last share that both have
-        common = [s for s in at if i in at[s][0] and j in at[s][0]]
-        if not common:
-            return None
-        who, n, gaps = at[max(common)]
-        a, b = who.index(i), who.index(j)
-        return float(gaps.mean[a, b]), float(gaps.error[a, b]), gaps.df, n, float(gaps.p[a, b])
-
-    pairs = list(combinations(order, 2))
-    p = [1.0 if (gap := pair(i, j)) is None else min(1.0, rounds * gap[4]) for i, j in pairs]
-    corrected = dict(zip(pairs, holm(p)))
-    out = []
-    for i in order:
-        candidate, runs = alive[i]
-        mean, gap = mean_interval(list(runs[last[i]].values()), level=level), None
-        behind, df = None, 1
-        if i != order[0] and (gap := pair(order[0], i)):
-            value, error, df, n, _ = gap
-            half = t_quantile(level, df) * error
-            behind = Estimate(value, value - half, value + half, n, level, "t")
-        p_pair = corrected.get((order[0], i), 1.0)
-        out.append(Standing(candidate, last[i], dict(runs[last[i]]), mean, behind, p_pair, df=df))
-    out += [Standing(c, 0.0, {}, None, None, 1.0, failures[name_of(c)]) for c, _ in found if name_of(c) in failures]
-    return out
+    alive = [(c, dict(values)) for c, values in found if values and name_of(c) not in failures]
+    alive.sort(key=lambda each: -sign * fmean(each[1].values()))
+    out, corrected = list[Standing](), dict[tuple[int, int], float]()
+    if alive:
+        seeds = sorted(set.intersection(*(set(values) for _, values in alive)))
+        rows = [[asked.get((name_of(c), s), ()) for s in seeds] for c, _ in alive]
+        kept = len({len(row) for each in rows for row in each}) == 1 and len(rows[0][0]) > 1
+        gaps = compare_all([[values[s] for s in seeds] for _, values in alive], rows if kept else None)
+        pairs = list(combinations(range(len(alive)), 2))
+        corrected = dict(zip(pairs, holm([float(gaps.p[pair]) for pair in pairs])))
+    for i, (candidate, values) in enumerate(alive):
+        behind = None
+        if i:
+            value, half = float(gaps.mean[0, i]), t_quantile(level, gaps.df) * float(gaps.error[0, i])
+            behind = Estimate(value, value - half, value + half, len(seeds), level, "t")
+        mean = mean_interval(list(values.values()), level=level)
+        out.append(Standing(candidate, values, mean, behind, corrected.get((0, i), 1.0), df=gaps.df if i else 1))
+    return out + [Standing(c, {}, None, None, 1.0, failures[name_of(c)]) for c, _ in found if name_of(c) in failures]
 
 # %% ../../nbs/pipeline/candidates.ipynb #s69310b7
 def seeds_needed(standing: Standing, pairs: int, level: float = 0.95) -> int | None:

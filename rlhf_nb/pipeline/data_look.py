@@ -18,7 +18,7 @@ from ..data.shapes import SYSTEM, NothingToCompare, Reading, gather, recognise
 from rlhf_nb.data.sources import (
     LengthReport, length_report, row_key,
 )  # fmt: skip
-from ..data.templates import as_chat, speaks_chat
+from ..data.templates import as_chat, family_templates, speaks_chat
 from ..train.method import tokenize_rows
 from ..train.registry import get
 from ..data.worlds import RowKind, made_rows
@@ -476,7 +476,8 @@ def _parts(row: Row, look: FileLook, data: DataConfig, tokenizer: Any) -> list[l
     if tokenizer is None:
         return text_parts(row)
     alone = tokenized(replace(look, rows=[row]), tokenizer, data)
-    return row_parts(alone[0], tokenizer) if alone else [[("(dropped: empty, identical or cut to nothing)", "read")]]
+    lines = [line for one in alone for line in row_parts(one, tokenizer)]  # several where the template rewrites turns
+    return lines or [[("(dropped: empty, identical or cut to nothing)", "read")]]
 
 
 def _lengths(look: FileLook, data: DataConfig, tokenizer: Any, say: Any) -> None:
@@ -499,14 +500,11 @@ def _lengths(look: FileLook, data: DataConfig, tokenizer: Any, say: Any) -> None
     asked = look.kind == "prompt"
     whole, first = None if asked else data.max_length, data.prompt_limit if asked else data.max_prompt_length
     report: LengthReport = length_report(tokens, whole, first, warn=False)
-    say(
-        "\n"
-        + report.text()
-        .replace("set max", "set data.max")
-        .replace("and max", "and data.max")
-        .replace(", or drop long rows with filter_lengths", "")
-    )
+    say("\n" + report.text().replace("set max", "set data.max").replace("and max", "and data.max"))
     say(histogram([sum(t["lengths"]) for t in tokens]))
+    if len(tokens) > len(look.rows):
+        kept = "".join(f" model.chat_template={n} keeps a dialogue whole." for n in family_templates(tokenizer))
+        say(f"  The chat template rewrites earlier turns: {len(look.rows)} dialogues are a row for each answer.{kept}")
     if len(tokens) < len(look.rows):
         say(
             f"  {len(look.rows) - len(tokens)} rows teach nothing (empty, identical or cut to nothing) and would be "

@@ -478,7 +478,7 @@ def cost_here(config: Any) -> list[str]:
 
 def plan_for(
     config: Any, gpus: Sequence[int], on: str | None, memory: float | None, host: float | None, settings: str,
-    price: float | None = None, hours: float | None = None,
+    price: float | None = None,
 ) -> str:  # fmt: skip
     """What fits on GPUs and how long a step takes there (`scale.predict.plan_report`), for the model of a config.
 
@@ -490,16 +490,15 @@ def plan_for(
         host: as in `scale.plan.plan`.
         settings: of the commands.
         price: of a GPU's hour.
-        hours: that a run lasts.
 
     Raises:
-        ConfigError: a price or hours without a kind of GPU, or no such kind.
+        ConfigError: a price without a kind of GPU, or no such kind.
         ModelError: there is no such model.
     """
     from transformers import AutoConfig
 
-    if on is None and (price is not None or hours is not None):
-        raise ConfigError("--price and --hours need seconds of a step, and these the kind of GPU: add --on h100, say.")
+    if on is None and price is not None:
+        raise ConfigError("--price needs seconds of a step, and these the kind of GPU: add --on h100, say.")
     half = torch.bfloat16
     job = job_of(config, Precision(torch.device("cuda"), half, torch.float32, half, False, "a GPU with bf16"))
     world = model_world(named(config.model))
@@ -508,7 +507,7 @@ def plan_for(
     shape = decoder_shape(pretrained(AutoConfig, place) if place.endswith(".gguf") else model)
     inner = getattr(config, "num_inner_epochs", 1)
     gpu = None if on is None else named_gpu(on)
-    return plan_report(shape, job, gpus, gpu, memory, host, settings, price, hours, inner)
+    return plan_report(shape, job, gpus, gpu, memory, host, settings, price, inner)
 
 
 def usual_lengths(rows: list[Row], tokenizer: Any, config: Any) -> tuple[int, int]:
@@ -577,11 +576,7 @@ def check_prices(config: Any) -> list[Finding]:
         why = "the critic learns nothing, so advantages are its first guesses"
         out.append(Finding("warning", "vf_coef is 0", why, "vf_coef=0.1, the default, or grpo, which needs no critic"))
     learnt = [e for e in config.rewards if (e.model or e.classifier or e.process or e.url) and e.weight]
-    if (
-        config.has("kl_coef")
-        and config.kl_coef == 0
-        and (learnt or config.reward not in (None, "check", "gold", "proxy"))
-    ):
+    if config.has("kl_coef") and config.kl_coef == 0 and (learnt or config.reward not in (None, "check", "gold")):
         why = (
             "a reward that was learnt is right near its data only: without a price of drift its mistakes are maximised"
         )
@@ -792,7 +787,7 @@ def examine(config: Any, start: StageStart | None = None) -> list[Finding]:
             ensure_pad(start.tokenizer)
             with _found(out, "the data can't be tokenized"):
                 out += check_data(rows, start.tokenizer, config, method.rows, window)
-                out += check_judgements(rows, method.rows) + check_distance(config, start, rows)
+                out += check_judgements(rows, method.rows)
     with _found(out, "training can't start"):
         found, precision = check_precision(config, 0 if start is None else decoder_shape(start.model_config).total)
         out += found + (check_threads() if precision.device.type == "cpu" else [])
@@ -801,7 +796,7 @@ def examine(config: Any, start: StageStart | None = None) -> list[Finding]:
             need = estimate_memory(start.model_config, config, precision)
             out += check_memory(need, free_bytes(precision.device))
             if not any(f.level == "error" for f in out):
-                out += check_cost(config, start, rows, precision)
+                out += check_distance(config, start, rows) + check_cost(config, start, rows, precision)
     out += check_saving(config)
     if method.online:
         out += check_sampling(config) + check_prices(config)

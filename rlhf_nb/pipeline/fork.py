@@ -14,17 +14,15 @@ from ..train.method import TextConfig
 from ..core import CheckpointError, RunError
 from ..data.worlds import model_world, world_of
 from ..files import copy_regular
-from ..models.starts import START_FILE as STARTS_FILE
 from ..run.callbacks import Callback, Flags, RunView
 from ..run.checkpoint import checkpoints_in, problem_of
 from ..run.log import EventLog, RunDir, config_changes, plain_json, read_metrics
 from ..run.state import keep_served
 from ..train.registry import MethodInfo, methods
 from ..train.stage import JobConfig, StageResult, make_trainer, run_stage, write_json
-from ..widgets.runs import compare_futures, family
 
 # %% auto #0
-__all__ = ['SHARED', 'ForkedAt', 'settings_of', 'Prepared', 'prepare_fork', 'run_fork', 'fork', 'family_told']
+__all__ = ['SHARED', 'ForkedAt', 'settings_of', 'Prepared', 'prepare_fork', 'run_fork', 'fork']
 
 # %% ../../nbs/pipeline/fork.ipynb #f0690007
 SHARED = {  # settings that decide what parent and fork have in common
@@ -200,8 +198,6 @@ def prepare_fork(parent: str | Path, at: int, changes: Sequence[str] = (), to: s
     shutil.rmtree(aside.path, ignore_errors=True)
     aside.checkpoints.mkdir(parents=True)
     _copy_log(source, aside, before)
-    if (source.path / STARTS_FILE).exists():
-        copy_regular(source.path / STARTS_FILE, aside.path / STARTS_FILE)
     if begin is not None:
         try:
             shutil.copytree(begin, aside.checkpoints / begin.name, copy_function=copy_regular)
@@ -263,14 +259,3 @@ def fork(run: str | Path, at: int, to: str | Path | None = None, **changes: Any)
         **changes: settings, such as `kl_coef=0.05`; a dotted one is passed as `**{"optimizer.lr": 1e-5}`.
     """
     return run_fork(prepare_fork(run, at, [f"{k}={'null' if v is None else v}" for k, v in changes.items()], to))
-
-# %% ../../nbs/pipeline/fork.ipynb #f06900b3
-def family_told(folder: str | Path) -> str:
-    """A family in lines of text."""
-    lines = []
-    for run in family(folder):
-        what = "" if run.at is None else f"  at step {run.at}: {'; '.join(run.changed) or 'nothing changed'}"
-        lines.append(f"{'  ' * run.depth}{run.folder.name}{what}")
-        found = compare_futures(run.parent, run.folder, run.at) if run.parent and run.at is not None else {}
-        lines += [f"{'  ' * run.depth}    {key}: {told}" for key, told in list(found.items())[:4]]
-    return "\n".join(lines)

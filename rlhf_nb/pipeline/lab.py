@@ -3,7 +3,6 @@
 # %% ../../nbs/pipeline/lab.ipynb #b0920004
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,15 +10,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..console import me
-from ..core import DataError, RunError, suggest
+from ..core import RunError, suggest
 from ..run.log import RunDir, read_metrics
-from ..run.overopt import GoldCurve, GoldFit, fit_gold, where_to_ask
-from ..untrusted import json_lines
+from ..run.overopt import GoldCurve, GoldFit
 from ..widgets.charts import Curve, Mark, Panel, to_png
 
 # %% auto #0
-__all__ = ['measured', 'rated', 'Picture', 'overopt_picture', 'write_to_rate', 'overopt']
+__all__ = ['measured', 'Picture', 'overopt_picture', 'overopt']
 
 # %% ../../nbs/pipeline/lab.ipynb #b0920007
 def measured(folder: str | Path, gold: str | None = None) -> GoldCurve:
@@ -44,43 +41,6 @@ def measured(folder: str | Path, gold: str | None = None) -> GoldCurve:
             "answers and keep a reference."
         )
     return points
-
-
-def _kl_by_step(folder: str | Path) -> dict[int, float]:
-    """Nats per answer of each step that measured them."""
-    events = (e for e in read_metrics(folder) if e.get("type") == "step" and "objective/kl" in e)
-    return {int(e["step"]): float(e["objective/kl"]) for e in events}
-
-
-def rated(folder: str | Path, path: str | Path) -> tuple[list[float], list[float], list[float]]:
-    """KL, mean rating and its relative error for each step that has ratings.
-
-    Args:
-        folder: of the run.
-        path: JSON lines with `step` and `rating`; a line whose rating is null is left out.
-
-    Raises:
-        DataError: no line has both.
-    """
-    kl = _kl_by_step(folder)
-    by_step: dict[int, list[float]] = {}
-    if not Path(path).is_file():
-        raise DataError(
-            f"{path}: there is no such file. Ratings are JSON lines with a step and a rating; `overopt {folder} --ask "
-            "40` writes some to fill in."
-        )
-    with open(path, "rb") as file:
-        for line in json_lines(file):
-            row = line.value if isinstance(line.value, dict) else {}
-            step, rating = row.get("step"), row.get("rating")
-            if isinstance(step, int) and step in kl and isinstance(rating, int | float) and math.isfinite(rating):
-                by_step.setdefault(step, []).append(float(rating))
-    if not by_step:
-        raise DataError(
-            f'{path}: no line has a step of this run and a rating. A line looks like {{"step": 12, "rating": 4}}.'
-        )
-    steps = sorted(by_step)
-    return [kl[s] for s in steps], [float(np.mean(by_step[s])) for s in steps], [len(by_step[s]) ** -0.5 for s in steps]
 
 
 class Picture(NamedTuple):
@@ -124,97 +84,29 @@ def overopt_picture(kl: Any, gold: Any, fit: GoldFit | None, name: str = "gold")
         more = f" {left:.2g} nats are left." if left > 0 else " The run is past it."
     return Picture([panel], f"{str(fit)[0].upper()}{str(fit)[1:]}.{more}")
 
-# %% ../../nbs/pipeline/lab.ipynb #b0920016
-def write_to_rate(folder: Path, fit: GoldFit, n: int, out: Path) -> str:
-    """Write answers of a run that are worth rating as JSON lines whose rating is null.
-
-    Args:
-        folder: of the run.
-        fit: what is known of its peak.
-        n: how many answers.
-        out: the file.
-
-    Returns:
-        What was written, in a sentence.
-
-    Raises:
-        RunError: the run kept no answers.
-    """
-    kl = _kl_by_step(folder)
-    answers: dict[int, list[dict[str, Any]]] = {}
-    for row in read_metrics(RunDir(folder).samples_path):
-        if int(row.get("step", -1)) in kl:
-            answers.setdefault(int(row["step"]), []).append(row)
-    steps = sorted(answers)
-    if not steps:
-        raise RunError(f"{folder} kept no answers (samples.jsonl), so none can be rated.")
-    root = {s: max(kl[s], 0.0) ** 0.5 for s in steps}
-    wanted: dict[int, int] = {}
-    for i in where_to_ask(fit, np.array([root[s] for s in steps]), n):
-        wanted[steps[i]] = wanted.get(steps[i], 0) + 1
-    written = 0
-    with open(out, "w", encoding="utf-8") as file:
-        for step, count in sorted(wanted.items()):
-            near = sorted(steps, key=lambda s: abs(root[s] - root[step]) if root[s] and root[step] else abs(s - step))
-            for row in [row for s in near[:8] for row in answers[s] if not row.get("_taken")][:count]:
-                row["_taken"] = True
-                answer = row.get("completion", row.get("response"))
-                line = {"step": row["step"], "prompt": row.get("prompt"), "completion": answer, "rating": None}
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
-                written += 1
-    places = ", ".join(f"{c} near step {s}" for s, c in sorted(wanted.items()))
-    todo = f"Put a number in place of each null, then: {me()} overopt {folder} --rated {out}"
-    return f"{written} answers to rate in {out} ({places}). {todo}"
-
-
-def _guess(folder: Path) -> GoldFit:
-    """A fit before there is any: the peak in the middle of the run, hardly known."""
-    kl = list(_kl_by_step(folder).values())
-    if not kl:
-        raise RunError(f"{folder} has no objective/kl.")
-    reached = math.sqrt(max(max(kl), 1e-6))
-    alpha = 1 + math.log(reached / 2)
-    return GoldFit("rl", np.array([0.0, alpha, 1.0]), np.eye(3) * 100.0, 1, 1.0, 0.95, reached)
-
 # %% ../../nbs/pipeline/lab.ipynb #b0920017
-def overopt(
-    run: Path, gold: str | None = None, *, ratings: Path | None = None, ask: int = 0, to_rate: Path | None = None,
-    say: Callable[[str], None] = print,
-) -> Picture | None:  # fmt: skip
-    """Where gold peaks over KL, how much KL is left, and which answers to rate;
-    the picture goes into the run's `figures/`.
+def overopt(run: Path, gold: str | None = None, say: Callable[[str], None] = print) -> Picture:
+    """Where gold peaks over KL, and how much KL is left; the picture goes into the run's `figures/`.
 
     Args:
         run: the run's directory.
         gold: metric of what is wanted; None: rewards/gold or eval/gold.
-        ratings: JSON lines with step and rating, in place of a gold metric.
-        ask: so many answers are worth rating: write them to `to_rate`.
-        to_rate: the file for `ask`; None: to_rate.jsonl in the run's directory.
         say: told what was found.
 
     Raises:
         RunError: the run measures no gold.
     """
-    error: list[float] | None = None
-    if ratings is not None:
-        kl, values, error = rated(run, ratings)
-        name, fit = "rating", (fit_gold(kl, values, error=error) if len(set(kl)) >= 4 else None)
-    else:
-        points = measured(run, gold)
-        if not points.points and not ask:
-            near = suggest(gold, {k for e in read_metrics(run) for k in e}) if gold else None
-            hint = f" Did you mean {near}?" if near else ""
-            raise RunError(
-                f"{run} measures no gold reward ({gold or 'rewards/gold, eval/gold'}).{hint} Name one with --gold, "
-                f"measure one (watch: in the run's settings), or rate answers: {me()} overopt {run} --ask 40"
-            )
-        kl, values = [k for k, _ in points.points], [g for _, g in points.points]
-        name, fit = points.gold or "gold", points.fit()
-    picture = overopt_picture(kl, values, fit, name) if values else None
-    if picture is not None:
-        say(f"{len(values)} points. {picture.says}\nPicture: {_saved(picture, run, 'overoptimisation.png')}")
-    if ask:
-        say(write_to_rate(run, fit or _guess(run), ask, to_rate or run / "to_rate.jsonl"))
+    points = measured(run, gold)
+    if not points.points:
+        near = suggest(gold, {k for e in read_metrics(run) for k in e}) if gold else None
+        hint = f" Did you mean {near}?" if near else ""
+        raise RunError(
+            f"{run} measures no gold reward ({gold or 'rewards/gold, eval/gold'}).{hint} Name one with --gold, or "
+            "measure one: watch or eval.metrics in the run's settings."
+        )
+    kl, values = [k for k, _ in points.points], [g for _, g in points.points]
+    picture = overopt_picture(kl, values, points.fit(), points.gold or "gold")
+    say(f"{len(values)} points. {picture.says}\nPicture: {_saved(picture, run, 'overoptimisation.png')}")
     return picture
 
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import shutil
 import time
@@ -24,7 +23,6 @@ from ..data.templates import train_bpe
 from ..evaluate.policy import PolicyEval, evaluate
 from ..data.worlds import FIRST_WORLD, WORLDS, gold_of, model_world, world_of
 from ..models.load import load_causal_lm, load_tokenizer, save_model
-from .figures import draw_training, save_figures
 from rlhf_nb.pipeline.gates import (
     Check,
     GatesConfig,
@@ -36,11 +34,9 @@ from rlhf_nb.pipeline.gates import (
     settings_text,
     verdict_page,
 )
-from .stage_sweep import StageSweep, sweep_stage, winner_of
-from .sweep import check_candidates
 from ..rewards.base import RewardModelFn
 from ..run.lock import RunLock
-from ..run.log import config_changes, read_metrics
+from ..run.log import config_changes
 from ..run.state import clean_saves
 from ..scale.launch import check_launch, launch
 from ..train.method import tokenize_rows
@@ -53,6 +49,8 @@ from ..data.worlds import Row
 from ..train.watched import entries_by_name
 from ..train.stage import StageResult, lasting, read_json, run_stage, write_json
 from ..types import PromptBatch
+from ..widgets.imported import find_runs
+from ..widgets.report import report
 
 # %% auto #0
 __all__ = ['CLASSIC', 'BaseConfig', 'PipelineConfig', 'add_stages', 'make_base', 'train_on_labels', 'StagePlan', 'Gatekeeper',
@@ -117,8 +115,6 @@ class PipelineConfig(StrictConfig):
         None, "what each stage must show before its model is handed on: strict, or settings; null: nothing"
     )
 
-    sweeps: dict[str, dict[str, Any]] = option({}, "settings of a stage that are compared before it runs, by stage")
-
     if TYPE_CHECKING:
 
         def __init__(self, **values: Any) -> None: ...
@@ -170,25 +166,8 @@ class PipelineConfig(StrictConfig):
                 )
         if not self.stages:
             raise ValueError("every stage is null, so there is nothing to do.")
-        for name, said in self.sweeps.items():
-            try:
-                asked = StageSweep(**said)
-                if not asked.tried():
-                    raise ConfigError(
-                        "nothing is tried: name settings with their values, over: {kl_coef: [0.05, 0.2]}."
-                    )
-                lists = {k: v for k, v in asked.over.items() if isinstance(v, list)}
-                if name in self.stages and name != "base":
-                    check_candidates(getattr(self, name), [{k: x} for k, v in lists.items() for x in v])
-            except ConfigError as e:
-                raise ValueError(f"sweeps.{name}: {e}") from e
-        if self.sweeps and self.processes > 1:
-            raise ValueError(
-                f"sweeps run each candidate in one process, and processes is {self.processes}: leave one of the two "
-                "out."
-            )
         named = {f"gates.{key}": getattr(self.gates, key, {}) for key in ("rules", "candidates")}
-        for key, names in (named | {"sweeps": self.sweeps}).items():
+        for key, names in named.items():
             for name in names:
                 if name not in self.stages or name == "base":
                     raise ValueError(
@@ -362,12 +341,7 @@ class StagePlan:
         scorer = self.config.made_by("reward")
         if get(stage).online and not rewarded(config) and scorer is not None:
             over["reward"] = str(self.model_dir(scorer))
-        return config.replace(**over).replace(**self.swept(stage))
-
-    def swept(self, stage: str) -> dict[str, Any]:
-        """Settings that a stage's sweep has chosen; none before it was made, or where there is none."""
-        asked = self.config.sweeps.get(stage)
-        return {} if asked is None else winner_of(self.path / "sweeps" / stage, StageSweep(**asked))
+        return config.replace(**over)
 
     def candidates(self, stage: str) -> list[dict[str, Any]]:
         """Settings to try when a stage's gate refuses it."""
@@ -548,9 +522,6 @@ class RLHFPipeline:
         if not (self.path / "config.yaml").exists():
             self.open_folder()
         self.say(f"{stage}: begins.")
-        if stage in self.config.sweeps and not self.plan.swept(stage):
-            sweep_stage(config, StageSweep(**self.config.sweeps[stage]), self.path / "sweeps" / stage, self.say)
-            config = self.stage_config(stage)
         if stage == "base":
             result = self._make_base(config)
         elif self.config.processes > 1:
@@ -651,12 +622,13 @@ class RLHFPipeline:
             return self.evaluate()
 
     def evaluate(self) -> dict[str, Any]:
-        """Judge every policy on held-out prompts; writes `results.json` and `figures/`, and returns the results."""
+        """Judge every policy on held-out prompts; writes `results.json` and `report.html`, and returns the results."""
         self.say("evaluate: begins.")
         self.judged = judge_policies(self.plan)
         results = collect_results(self.plan, self.judged)
         write_json(self.path / "results.json", results)
-        save_figures(self.path, self.judged)
+        if logged := find_runs(self.path, 1):
+            report(logged, self.path / "report.html", pngs=False)
         return results
 
 # %% ../../nbs/pipeline/stages.ipynb #50ecbd7a

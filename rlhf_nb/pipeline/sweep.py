@@ -21,79 +21,34 @@ from zlib import crc32
 
 import torch
 
-from ..train.method import TextConfig
+from pydantic import Field
+from rich.table import Table
+
+from ..config import PathText, StrictConfig, option
 from ..core import ConfigError, RlhfError, RunError, did_you_mean
-from ..run.callbacks import Callback, Flags, RunView
 from ..run.lock import RunLock
 from ..run.log import RunDir, config_changes, plain_json, read_metrics
 from rlhf_nb.pipeline.candidates import (
-    Candidate, Range, Round, Standing, cost_of, drawn, grid, halving_rounds, name_of, seeds_needed,
-    standings,
+    Candidate, Range, Standing, drawn, grid, name_of, range_of, read_words, seeds_needed, standings,
 )  # fmt: skip
 from ..train.registry import get, of
-from ..train.stage import JobConfig, lasting, make_trainer, read_json, run_stage, write_json
+from ..train.stage import JobConfig, lasting, read_json, run_stage, write_json
+from ..strict import dotted
 from ..untrusted import json_value
+from ..widgets.html import shown_table
 
 # %% auto #0
-__all__ = ['METRICS', 'Search', 'reached', 'run_share', 'metrics_at', 'questions_at', 'device_for', 'serve_jobs', 'nested',
-           'Swept', 'check_candidates', 'sweep', 'summary']
+__all__ = ['METRICS', 'Search', 'is_made', 'metrics_of', 'questions_of', 'device_for', 'serve_jobs', 'nested', 'Swept',
+           'check_candidates', 'sweep', 'summary', 'SweepConfig', 'read_sweep', 'sweep_table', 'winners_lines']
 
 # %% ../../nbs/pipeline/sweep.ipynb #s6940014
-class _Pause(Callback):
-    """Ends a run behind a step, evaluated, with a checkpoint."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step(self, run: RunView, event: dict[str, Any]) -> Flags | None:
-        if run.step < self.step:
-            return None
-        return Flags(stop=True, save=True, evaluate=True, reason="the round ends here")
-
-
-def _key(share: float) -> str:
-    """A share as a name."""
-    return f"{share:.6f}"
-
-
-def reached(folder: str | Path, share: float) -> int | None:
-    """The step at which a run had made a share of its steps; None: it hasn't.
+def is_made(folder: str | Path) -> bool:
+    """Whether a run of a sweep has come to its end.
 
     Args:
         folder: of the run.
-        share: in (0, 1].
     """
-    noted = read_json(Path(folder) / "rounds.json").get(_key(share))
-    return noted if isinstance(noted, int) else None
-
-
-def run_share(config: TextConfig, share: float = 1.0) -> None:
-    """Go on with a run (or begin it) up to a share of its steps.
-
-    Args:
-        config: of any method of the registry that trains.
-        share: in (0, 1]; 1: to the end, with a model.
-
-    Raises:
-        RunError: it failed.
-        KeyboardInterrupt: it was interrupted; a checkpoint was left.
-    """
-    folder = Path(config.output_dir)
-    if reached(folder, share) is not None:
-        return
-    if share >= 1:
-        if not read_json(folder / "stage.json"):
-            run_stage(cast(JobConfig, config), resume=True, overwrite=True)
-        step = max((int(e["step"]) for e in read_metrics(folder) if e.get("type") == "step"), default=0)
-    else:
-        with RunLock(folder):
-            trainer = make_trainer(cast(JobConfig, config))
-            step = max(1, math.ceil(trainer.total_steps * share))
-            trainer.observers.active.append(_Pause(step))
-            history = trainer.fit(resume=True, overwrite=True)
-            if (history.stopped or "").startswith("interrupted"):
-                raise KeyboardInterrupt(f"a run of the sweep was interrupted at step {trainer.step}")
-    write_json(folder / "rounds.json", {**read_json(folder / "rounds.json"), _key(share): step}, sync=False)
+    return bool(read_json(Path(folder) / "stage.json"))
 
 
 METRICS = (  # what is compared unless somebody names something else: the first of these that all runs have
@@ -102,18 +57,16 @@ METRICS = (  # what is compared unless somebody names something else: the first 
 )  # fmt: skip
 
 
-def metrics_at(folder: str | Path, share: float = 1.0) -> dict[str, float]:
-    """All metrics of a run at a share of its steps.
+def metrics_of(folder: str | Path) -> dict[str, float]:
+    """All metrics of a run; none before it has come to its end.
 
     Args:
         folder: of the run.
-        share: that it has reached.
     """
-    step = reached(folder, share)
-    events = [e for e in read_metrics(folder) if e.get("type") in ("step", "eval") and int(e["step"]) <= (step or 0)]
     out: dict[str, float] = {}
+    events = list(read_metrics(folder)) if is_made(folder) else []
     for kind in ("step", "eval"):
-        mine = [e for e in events if e["type"] == kind]
+        mine = [e for e in events if e.get("type") == kind]
         last = mine[-max(1, math.ceil(len(mine) / 4)) :] if kind == "step" else mine[-1:]
         for key in {k for e in last for k in e} - {"time", "rank", "step", "type"}:
             values = [float(e[key]) for e in last if isinstance(e.get(key), int | float)]
@@ -122,17 +75,16 @@ def metrics_at(folder: str | Path, share: float = 1.0) -> dict[str, float]:
     return out
 
 
-def questions_at(folder: str | Path, share: float, metric: str) -> list[float]:
-    """Each held-out question's score at a share of a run's steps; empty where the run kept none.
+def questions_of(folder: str | Path, metric: str) -> list[float]:
+    """Each held-out question's score in a run's last evaluation; empty where the run kept none.
 
     Args:
         folder: of the run.
-        share: that it has reached.
         metric: whose mean over questions was logged; questions without opinion are left out of a sweep's comparison
             (NaN).
     """
-    step, place = reached(folder, share), RunDir(folder).questions_path
-    kept = [e for e in read_metrics(place) if metric in e and int(e["step"]) <= (step or 0)] if place.exists() else []
+    place = RunDir(folder).questions_path
+    kept = [e for e in read_metrics(place) if metric in e] if place.exists() else []
     return [math.nan if x is None else float(x) for x in kept[-1][metric]] if kept else []
 
 # %% ../../nbs/pipeline/sweep.ipynb #s6940016
@@ -141,7 +93,6 @@ class _Job(NamedTuple):
 
     method: str
     config: dict[str, Any]
-    share: float
 
 
 _SETTINGS = "settings: "  # before a problem that the first run has and all others would have
@@ -151,7 +102,8 @@ def _do(job: _Job) -> str:
     """Do it; why not, in a sentence, or ""."""
     try:
         config: Any = get(job.method).config.model_validate(job.config)
-        run_share(config, job.share)
+        if not is_made(config.output_dir):
+            run_stage(cast(JobConfig, config), resume=True, overwrite=True)
         return ""
     except (RlhfError, OSError, RuntimeError, ValueError) as e:
         said = str(getattr(e, "at_cli", None) or e).strip() or type(e).__name__
@@ -299,8 +251,7 @@ class Swept(NamedTuple):
     minimize: bool
     level: float
     table: list[Standing]  # best first
-    rounds: int
-    cost: float  # whole runs that were made
+    runs: int  # that were made
     notes: list[str]
 
     @property
@@ -394,23 +345,20 @@ class _Sweep:
         self.metric, self.minimize = metric, minimize
         self.failures: dict[str, str] = {}
         self.tried: list[Candidate] = []
-        self.shares: set[float] = set()
-        self.cost = 0.0
 
     def folder_of(self, candidate: Candidate, seed: int) -> Path:
         """Of a run."""
         return self.folder / _folder_name(candidate) / f"seed-{seed}"
 
-    def run(self, candidates: Sequence[Candidate], share: float) -> None:
-        """Bring candidates to a share of their steps, with all seeds."""
+    def run(self, candidates: Sequence[Candidate]) -> None:
+        """Run candidates with all seeds."""
         self.tried += [c for c in candidates if c not in self.tried]
-        self.shares.add(share)
         name, where = of(self.base).name, {}
         jobs = []
         for seed in self.seeds:  # seed by seed: what is killed has seen all candidates
             for candidate in candidates:
-                if name_of(candidate) not in self.failures and reached(self.folder_of(candidate, seed), share) is None:
-                    jobs.append(_Job(name, _config_of(self.base, candidate, seed, self.folder).to_dict(), share))
+                if name_of(candidate) not in self.failures and not is_made(self.folder_of(candidate, seed)):
+                    jobs.append(_Job(name, _config_of(self.base, candidate, seed, self.folder).to_dict()))
                     where[jobs[-1].config["output_dir"]] = (candidate, seed)
         count = 0
 
@@ -418,18 +366,17 @@ class _Sweep:
             nonlocal count
             candidate, seed = where[job.config["output_dir"]]
             count += 1
-            if problem.startswith(_SETTINGS) and count == 1 and share == min(self.shares):
+            if problem.startswith(_SETTINGS) and count == 1:
                 raise ConfigError(
                     f"the first run, {name_of(candidate)}, can't begin: {problem.removeprefix(_SETTINGS)}"
                 )
             problem = problem.removeprefix(_SETTINGS)
-            part = "" if share >= 1 else f" to {share:.1%} of its steps"
             if problem:
                 self.failures[name_of(candidate)] = f"seed {seed}: {problem}"
             elif count == 1 and self.metric:
                 self.choose_metric()  # a wrong name costs one run, not all
             self.say(
-                f"[{count}/{len(jobs)}] {name_of(candidate)}, seed {seed}{part}: "
+                f"[{count}/{len(jobs)}] {name_of(candidate)}, seed {seed}: "
                 f"{f'failed. {problem}' if problem else 'done.'}"
             )
 
@@ -438,14 +385,13 @@ class _Sweep:
             first = next(iter(self.failures.items()))
             raise RunError(f"every candidate failed; {first[0]}, {first[1]}")
 
-    def remake(self, best: Candidate, share: float) -> None:
+    def remake(self, best: Candidate) -> None:
         """Make the winner's models again where an earlier call, with another winner, deleted them."""
-        lost = [run for s in self.seeds if share >= 1 and not ((run := self.folder_of(best, s)) / "model").is_dir()]
+        lost = [run for s in self.seeds if not ((run := self.folder_of(best, s)) / "model").is_dir()]
         for run in lost:
             (run / "stage.json").unlink(missing_ok=True)
-            (run / "rounds.json").unlink(missing_ok=True)
         if lost:
-            self.run([best], 1.0)
+            self.run([best])
 
     def choose_metric(self) -> None:
         """The metric, if nobody named one, and which way is better.
@@ -453,13 +399,8 @@ class _Sweep:
         Raises:
             ConfigError: a run doesn't have it.
         """
-        share = min(self.shares)
-        runs = [
-            metrics_at(self.folder_of(c, s), share)
-            for c in self.tried
-            for s in self.seeds
-            if name_of(c) not in self.failures
-        ]
+        alive = [c for c in self.tried if name_of(c) not in self.failures]
+        runs = [metrics_of(self.folder_of(c, s)) for c in alive for s in self.seeds]
         shared = set.intersection(*(set(r) for r in runs if r)) if any(runs) else set()
         if self.metric is None:
             self.metric = next((m for m in METRICS if m in shared), None)
@@ -469,67 +410,39 @@ class _Sweep:
         if self.minimize is None:
             self.minimize = bool(re.search(r"(loss|perplexity|kl|ece|brier)(_k3)?$", self.metric))
 
-    def found(self) -> list[tuple[Candidate, dict[float, dict[int, float]]]]:
-        """The metric of all candidates, by share and seed; a share counts where all seeds have reached it."""
+    def found(self) -> list[tuple[Candidate, dict[int, float]]]:
+        """The metric of all candidates by seed; of one that lacks a seed nothing."""
         out = []
         for candidate in self.tried:
-            by_share: dict[float, dict[int, float]] = {}
-            for share in sorted(self.shares):
-                values = {
-                    s: metrics_at(f, share).get(self.metric or "",
-                        math.nan) for s in self.seeds if reached(f := self.folder_of(candidate, s), share) is not None
-                }  # fmt: skip
-                if len(values) == len(self.seeds):
-                    by_share[share] = values
-            bad = [s for v in by_share.values() for s, x in v.items() if not math.isfinite(x)]
-            if bad:
+            made = {s: metrics_of(f) for s in self.seeds if is_made(f := self.folder_of(candidate, s))}
+            values = {s: m.get(self.metric or "", math.nan) for s, m in made.items()}
+            if bad := [s for s, x in values.items() if not math.isfinite(x)]:
                 self.failures.setdefault(name_of(candidate), f"seed {bad[0]}: {self.metric} is not finite")
-            out.append((candidate, by_share))
+            out.append((candidate, values if len(values) == len(self.seeds) else {}))
         return out
 
-    def questions(
-        self, found: Sequence[tuple[Candidate, Mapping[float, Any]]]
-    ) -> dict[tuple[str, float, int], list[float]]:
-        """Each question's score by candidate, share and seed; none where a run lacks them,
-        or questions without opinion differ.
+    def questions(self, found: Sequence[tuple[Candidate, Mapping[int, float]]]) -> dict[tuple[str, int], list[float]]:
+        """Each question's score by candidate and seed; none where a run lacks them, or questions without opinion
+        differ.
         """
-        out = {}
-        for candidate, runs in found:
-            for share in runs:
-                for seed in self.seeds:
-                    out[name_of(candidate), share, seed] = questions_at(
-                        self.folder_of(candidate, seed), share, self.metric or ""
-                    )
+        out = {
+            (name_of(c), s): questions_of(self.folder_of(c, s), self.metric or "")
+            for c, values in found
+            for s in values
+        }
         if not all(out.values()) or len({len(v) for v in out.values()}) != 1:
             return {}
         known = [all(map(math.isfinite, each)) for each in zip(*out.values())]
         return {k: [x for x, keep in zip(v, known) if keep] for k, v in out.items()} if sum(known) > 1 else {}
 
-    def halve(self, candidates: Sequence[Candidate], rounds: Sequence[Round]) -> None:
-        """Rounds of a halving."""
-        left = list(candidates)
-        for share, keep in rounds:
-            self.run(left, share)
-            self.choose_metric()
-            values = {name_of(c): runs for c, runs in self.found()}
-            left = [c for c in left if name_of(c) not in self.failures]
-            sign = -1.0 if self.minimize else 1.0
-            left.sort(key=lambda c: -sign * fmean(values[name_of(c)][share].values()))
-            if keep and len(left) > keep:
-                self.say(
-                    f"{self.metric} at {share:.1%} of the steps: {', '.join(name_of(c) for c in left[:keep])} "
-                    f"go{'es' if keep == 1 else ''} on."
-                )
-                left = left[:keep]
 
-
-Search = Literal["grid", "random", "halving"]
+Search = Literal["grid", "random"]
 
 # %% ../../nbs/pipeline/sweep.ipynb #s69400d7
 def sweep(
     base: Any, over: Mapping[str, Sequence[Any] | Range] | Sequence[Candidate], to: str | Path, *,
     search: Search = "grid", trials: int | None = None, seeds: int | Sequence[int] = 3, metric: str | None = None,
-    minimize: bool | None = None, eta: int = 3, least: float | None = None, processes: int = 1, level: float = 0.95,
+    minimize: bool | None = None, processes: int = 1, level: float = 0.95,
     keep: Literal["winner", "models", "all"] = "winner", overwrite: bool = False,
     say: Callable[[str], None] | None = None,
 ) -> Swept:  # fmt: skip
@@ -539,13 +452,11 @@ def sweep(
         base: what all candidates share: a config of a method that trains.
         over: values or ranges by dotted setting; or the candidates themselves.
         to: the sweep's folder.
-        search: grid and random run all candidates to the end; halving drops some on the way.
-        trials: candidates to draw (random, and halving over ranges).
+        search: grid tries every combination of the values, random draws candidates from values and ranges.
+        trials: candidates to draw.
         seeds: how many, counted from the base's, or which.
         metric: what is compared; None: the first of `METRICS` that all runs have.
         minimize: smaller is better; None: as the metric's name says.
-        eta: of halving: one in so many goes on.
-        least: share of the steps in the first round of a halving; None: as the number of candidates says.
         processes: runs at the same time.
         level: of intervals, and 1 − the share of sweeps that may call something real that isn't.
         keep: what stays on the disk of finished runs: the winner's models, all models, or checkpoints too.
@@ -558,23 +469,19 @@ def sweep(
     """
     folder, told = Path(to), say or (lambda text: None)
     numbers = [base.seed + i for i in range(seeds)] if isinstance(seeds, int) else list(dict.fromkeys(seeds))
-    if not numbers or eta < 2 or processes < 1 or (least is not None and not 0 < least <= 1):
+    if not numbers or processes < 1:
         raise ConfigError(
-            f"a sweep needs at least one seed (got {len(numbers)}), eta of 2 or more ({eta}), one process or more "
-            f"({processes}), and least in (0, 1] ({least})."
+            f"a sweep needs at least one seed (got {len(numbers)}) and one process or more ({processes})."
         )
-    groups = _plan(over, search, trials, base.seed, eta, least)
-    check_candidates(base, [c for group, _ in groups for c in group])
+    candidates = _plan(over, search, trials, base.seed)
+    check_candidates(base, candidates)
     with RunLock(folder):
         _open(folder, base, overwrite)
-        names = {name_of(c) for group, _ in groups for c in group}
-        runs = sum(cost_of(len(group), rounds) for group, rounds in groups)
-        told(f"{len(names)} candidates, {len(numbers)} seeds: {runs * len(numbers):.3g} whole runs.")
+        told(f"{len(candidates)} candidates, {len(numbers)} seeds: {len(candidates) * len(numbers)} runs.")
         work = _Sweep(base, folder, numbers, processes, metric, minimize, told)
-        for group, rounds in groups:
-            work.halve(group, rounds)
+        work.run(candidates)
         made = _result(work, level)
-        work.remake(made.best, made.table[0].share)
+        work.remake(made.best)
         _clean(made, work, keep)
         own = {"output_dir": base.output_dir, "console": base.console, "trackers": base.trackers, "seed": base.seed}
         _config_of(base, made.best, numbers[0], folder).replace(**own).save(folder / "best.yaml")
@@ -589,39 +496,36 @@ def _result(work: _Sweep, level: float) -> Swept:
         ConfigError: not all runs have the metric. RunError: no candidate has a finite one.
     """
     work.choose_metric()
-    results, looks, metric = work.found(), len(work.shares), work.metric or ""
+    results, metric = work.found(), work.metric or ""
     questions = work.questions(results)
-    table = standings(results, bool(work.minimize), level, work.failures, looks, questions)
+    table = standings(results, bool(work.minimize), level, work.failures, questions)
     if all(s.mean is None for s in table):
         raise RunError(f"no candidate has a finite {metric}; {next(iter(work.failures.items()))}")
-    reached_shares = {name_of(c): max((s for s, v in runs.items() if v), default=0.0) for c, runs in results}
-    cost, seeds = sum(reached_shares.values()) * len(work.seeds), len(work.seeds)
-    made = Swept(of(work.base).name, work.folder, metric, bool(work.minimize), level, table, looks, cost, [])
+    runs, seeds = sum(len(values) for _, values in results), len(work.seeds)
+    made = Swept(of(work.base).name, work.folder, metric, bool(work.minimize), level, table, runs, [])
     made.notes.extend(_notes(made, seeds, bool(questions)))
     return made
 
 
-def _plan(
-    over: Any, search: str, trials: int | None, seed: int, eta: int, least: float | None
-) -> list[tuple[list[Candidate], list[Round]]]:
-    """Groups of candidates with the rounds that they go through."""
-    if search not in (kinds := ("grid", "random", "halving")):
-        raise ConfigError(f"search is {search!r}. " + did_you_mean(search, kinds, "It is grid, random or halving."))
+def _plan(over: Any, search: str, trials: int | None, seed: int) -> list[Candidate]:
+    """The candidates, each once."""
+    if search not in (kinds := ("grid", "random")):
+        raise ConfigError(f"search is {search!r}. " + did_you_mean(search, kinds, "It is grid or random."))
     listed = not isinstance(over, Mapping)
     empty = [] if listed else [k for k, v in over.items() if not isinstance(v, Range) and not len(v)]
     if empty or not over:
         raise ConfigError(
-            f"{empty[0]} has no values to try." if empty else "nothing to try: name a setting with several values."
+            f"{empty[0]} has no values to try."
+            if empty
+            else "nothing to try: name a setting with several values, such as kl_coef=0.05,0.1."
         )
-    ranged = not listed and any(isinstance(v, Range) for v in over.values())
-    if search == "random" or (search == "halving" and (trials is not None or ranged)):
+    if search == "random":
         if trials is None or listed:
             raise ConfigError("how many candidates shall be drawn? Add --trials 20 (trials: 20).")
         candidates = drawn(over, trials, seed)
     else:
         candidates = [dict(c) for c in over] if listed else grid(over)
-    rounds = halving_rounds(len(candidates), eta, least or 0.0) if search == "halving" else [Round(1.0, 0)]
-    return [(candidates, rounds)]
+    return list({name_of(c): c for c in candidates}.values())
 
 # %% ../../nbs/pipeline/sweep.ipynb #s69400e3
 def _notes(made: Swept, seeds: int, asked: bool) -> list[str]:
@@ -636,7 +540,7 @@ def _notes(made: Swept, seeds: int, asked: bool) -> list[str]:
             "four seeds. Add seeds, or compare an evaluation (eval.metrics)."
         )
     elif rivals:
-        needed = [n for s in rivals if (n := seeds_needed(s, pairs * made.rounds, made.level))]
+        needed = [n for s in rivals if (n := seeds_needed(s, pairs, made.level))]
         more = (
             f" About {max(needed)} seeds would tell them apart, if the differences are as large as they look."
             if len(needed) == len(rivals) and max(needed) > seeds
@@ -668,7 +572,7 @@ def summary(made: Swept) -> dict[str, Any]:
     """A sweep as JSON-able values."""
     rows = [
         {
-            "candidate": s.candidate, "share": s.share, "values": {str(k): v for k, v in s.values.items()},
+            "candidate": s.candidate, "values": {str(k): v for k, v in s.values.items()},
             "mean": s.mean and s.mean._asdict(), "behind": s.behind and s.behind._asdict(), "p_holm": s.p_holm,
             "says": s.says(made.level),
         }
@@ -679,6 +583,112 @@ def summary(made: Swept) -> dict[str, Any]:
         "metric": made.metric,
         "minimize": made.minimize,
         "level": made.level,
-        "whole_runs": made.cost,
+        "runs": made.runs,
     }
     return {"format": "rlhf-nb/sweep", "version": 1, **facts, "best": made.best, "notes": made.notes, "table": rows}
+
+# %% ../../nbs/pipeline/sweep.ipynb #s92200b1
+class SweepConfig(StrictConfig):
+    """A sweep in a file."""
+
+    method: str = Field(min_length=1, description="that trains, as on the command line: ppo, dpo, ...")
+    config: PathText | None = option(None, "file, run directory or recipe that all candidates start from")
+    toy: bool = option(False, "start from the toy preset")
+    settings: dict[str, Any] = option({}, "what holds for all candidates, by setting")
+    over: dict[str, Any] = option({}, "what is tried: a list of values, or {low, high, log}, by setting")
+    candidates: list[dict[str, Any]] = option([], "in place of over: the candidates, each by setting")
+    search: Search = option("grid", "every combination, or draws from values and ranges")
+    trials: int | None = option(None, "candidates that are drawn", ge=1)
+    seeds: int | list[int] = option(3, "how many, or which; the same for every candidate")
+    metric: str | None = option(None, "what is compared; null: the first that fits")
+    minimize: bool | None = option(None, "smaller is better; null: as the metric's name says")
+    processes: int = option(1, "runs at the same time", ge=1)
+    level: float = option(0.95, "of intervals, and of what counts as real", ge=0.5, lt=1)
+    keep: Literal["winner", "models", "all"] = option(
+        "winner", "what stays of finished runs: its models | all models | checkpoints too"
+    )
+    output_dir: PathText | None = option(None, "the sweep's folder; null: runs/sweep/METHOD")
+
+    def tried(self) -> list[Candidate] | dict[str, list[Any] | Range]:
+        """What is tried, as `sweep` takes it.
+
+        Raises:
+            ConfigError: both lists are given, or a setting has neither values nor a range.
+        """
+        if self.candidates and self.over:
+            raise ConfigError("over and candidates are both given: a sweep has one of the two.")
+        if self.candidates:
+            return [dotted(c) for c in self.candidates]
+        out = dict[str, list[Any] | Range]()
+        for key, values in self.over.items():
+            if isinstance(values, Mapping):
+                out[key] = range_of(key, values)
+            elif isinstance(values, list | Range):
+                out[key] = values
+            else:
+                raise ConfigError(
+                    f"over.{key} is {values!r}; it is a list of values or {{low, high, log}}. What is the same for all "
+                    "stands in settings."
+                )
+        return out
+
+    def how(self) -> dict[str, Any]:
+        """The other arguments of `sweep`."""
+        names = ("search", "trials", "seeds", "metric", "minimize", "processes", "level", "keep")
+        return {k: getattr(self, k) for k in names}
+
+    def words(self) -> list[str]:
+        """The settings that hold for all candidates, as they are typed."""
+        return [f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in self.settings.items()]
+
+
+def read_sweep(what: str, words: Sequence[str], **typed: Any) -> SweepConfig:
+    """A sweep as it is typed; what stands beside a file counts more than the file.
+
+    Args:
+        what: a method, or a file that describes the sweep.
+        words: as in `read_words`.
+        typed: fields of `SweepConfig`.
+
+    Raises:
+        ConfigError: an unknown method, or words that don't go with the file.
+    """
+    fixed, over = read_words(words)
+    from_file = Path(what).suffix in (".yaml", ".yml", ".json")
+    config = SweepConfig.load(what) if from_file else SweepConfig(method=get(what).name)
+    if over and config.candidates:
+        raise ConfigError(f"the file lists its candidates, so {next(iter(over))} can't be tried beside them.")
+    tried = {k: v for k, v in {**config.over, **over}.items() if k not in fixed}
+    held = {k: v for k, v in config.settings.items() if k not in over} | fixed
+    return SweepConfig.model_validate(
+        {**config.model_dump(exclude_unset=True), "over": tried, "settings": held, **typed}
+    )
+
+# %% ../../nbs/pipeline/sweep.ipynb #s9220011
+def sweep_table(made: Swept) -> Table:
+    """The table of a sweep, for a terminal.
+
+    Args:
+        made: what the sweep found.
+    """
+    rows = []
+    for s in made.table:
+        mean, b = "–" if s.mean is None else f"{s.mean.value:.4g}", s.behind
+        row = {"candidate": name_of(s.candidate), "mean": mean, "behind": "–" if b is None else f"{b.value:.3g}"}
+        row[f"{made.level:.0%} interval"] = "–" if b is None or b.n < 2 else f"{b.low:.2g} to {b.high:.2g}"
+        rows.append(
+            row | {"p, Holm": "–" if b is None else f"{s.p_holm:.2g}", "": "failed" if s.failed else s.says(made.level)}
+        )
+    way = "smaller is better" if made.minimize else "larger is better"
+    return shown_table(rows, f"{made.method}: {made.metric} ({way})", ("", "candidate"))
+
+
+def winners_lines(made: Swept, program: str = "rlhf-nb") -> str:
+    """Notes, the winner, and how to train with its settings."""
+    lines = [f"{name_of(s.candidate)} failed: {s.failed}" for s in made.table if s.failed]
+    lines += [*made.notes, f"Winner: {name_of(made.best)}"]
+    lines.append(
+        f"Its settings: {made.folder / 'best.yaml'}. To train with them: {program} {made.method} --config "
+        f"{made.folder / 'best.yaml'}"
+    )
+    return "\n".join(lines)

@@ -8,10 +8,9 @@ import re
 import unicodedata
 import warnings
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 from ..core import ConfigError, RewardError, suggest
 
@@ -20,7 +19,7 @@ Percent = Literal["unit", "hundredth"]
 # %% auto #0
 __all__ = ['Percent', 'completion_text', 'after_thinking', 'TextReward', 'AnswerReward', 'final_answer', 'extract_number',
            'asks_for_percent', 'RightNumber', 'Number', 'normalize_text', 'ExactMatch', 'extract_choice',
-           'MultipleChoice', 'pass_at_k', 'majority_vote']
+           'MultipleChoice', 'pass_at_k']
 
 # %% ../../nbs/rewards/answers.ipynb #0207043f
 def completion_text(completion: Any) -> str:
@@ -604,18 +603,3 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     if not (0 <= c <= n and 1 <= k <= n):
         raise ConfigError(f"pass@k: n = {n}, c = {c}, k = {k}: needs 0 ≤ c ≤ n and 1 ≤ k ≤ n. Draw at least k samples.")
     return float(1 - Fraction(math.comb(n - c, k), math.comb(n, k)))
-
-
-_Vote = TypeVar("_Vote", bound=Hashable)
-
-
-def majority_vote(answers: Iterable[_Vote | None]) -> _Vote | None:
-    """The answer that occurs most often; the earliest of those where several do.
-
-    Args:
-        answers: of several samples for one prompt, extracted (e.g. by `extract_number`); None = none found, no vote.
-
-    Source: self-consistency, Wang et al., arXiv 2203.11171.
-    """
-    counts = Counter(a for a in answers if a is not None)
-    return counts.most_common(1)[0][0] if counts else None

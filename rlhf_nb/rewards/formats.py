@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import json
 import math
 import re
@@ -16,7 +15,7 @@ from .answers import TextReward, after_thinking
 
 # %% auto #0
 __all__ = ['Matches', 'ThinkFormat', 'parse_json', 'JsonMatches', 'soft_overlong', 'near_target', 'repetition', 'Length',
-           'Repetition', 'Gated']
+           'Repetition']
 
 # %% ../../nbs/rewards/formats.ipynb #f0f36f87
 class Matches(TextReward):
@@ -242,42 +241,3 @@ class Repetition(TextReward):
     def score(self, text: str) -> float:
         """In (−weight, 0]."""
         return 0.0 - self.weight * repetition(text, self.n)
-
-# %% ../../nbs/rewards/formats.ipynb #d9d3a3cf
-class Gated:
-    """A reward that counts only where a condition holds.
-
-    Args:
-        reward: a reward function.
-        condition: another one; above 0 means that the condition holds.
-        otherwise: what a completion gets where it doesn't.
-        name: for logs (default: the reward's own).
-
-    Where either has no opinion (None), neither has this.
-    """
-
-    def __init__(
-        self, reward: Callable[..., Any], condition: Callable[..., Any], otherwise: float = 0.0, name: str | None = None
-    ) -> None:
-        self.reward, self.condition, self.otherwise = reward, condition, otherwise
-        self.name = self.__name__ = name or str(getattr(reward, "__name__", type(reward).__name__))
-
-    def __call__(
-        self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Any = None, **columns: Any
-    ) -> list[float | None]:
-        """One number per completion."""
-        known = columns if completion_ids is None else {**columns, "completion_ids": completion_ids}
-        values, holds = (_ask(f, prompts, completions, known) for f in (self.reward, self.condition))
-        return [
-            None if v is None or h is None else (v if h > 0 else self.otherwise)
-            for v, h in zip(values, holds, strict=True)
-        ]
-
-# %% ../../nbs/rewards/formats.ipynb #99adf3d0
-def _ask(fn: Callable[..., Any], prompts: Any, completions: Any, columns: dict[str, Any]) -> Sequence[float | None]:
-    """Call a reward function with those columns that it takes."""
-    takes = inspect.signature(fn).parameters
-    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in takes.values()):
-        columns = {k: v for k, v in columns.items() if k in takes}
-    answer: Sequence[float | None] = fn(prompts, completions, **columns)
-    return answer

@@ -4,24 +4,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..config import SamplingConfig
-from ..core import ModelError, check_choice
 from ..models.adapters import Reference
 from ..fast.support import unwrapped
-from .choosing import Chooser
 from .numbers import uniforms
 from .backends import Request
 from .sampler import addresses, as_rollout, cut_at_eos, eval_mode, pad_id
 from ..types import PromptBatch, Rollout, sent
 
 # %% auto #0
-__all__ = ['MixtureRule', 'sample_together', 'sample_mixture', 'ensemble_logits', 'sample_ensemble']
+__all__ = ['sample_together', 'sample_mixture']
 
 # %% ../../nbs/rollout/mixture.ipynb #c570e0ff
 def _last_logits(model: Any, state: dict[str, Any], ids: Tensor, mask: Tensor) -> Tensor:
@@ -104,77 +101,3 @@ def sample_mixture(
 
     with eval_mode(policy):
         return sample_together([policy, reference.model], combined, Request(prompts, sampling, tokenizer, seed, step))
-
-# %% ../../nbs/rollout/mixture.ipynb #e4350002
-MixtureRule = Literal["logits", "product", "probabilities", "vote"]
-
-
-def ensemble_logits(
-    logits: Sequence[Tensor], rule: MixtureRule = "logits", weights: Sequence[float] | None = None
-) -> Tensor:
-    """Several models' logits as one distribution's, normalised.
-
-    Args:
-        logits: [..., V] each.
-        rule: logits, product, probabilities or vote.
-        weights: one a model, ≥ 0; None: all alike.
-
-    Raises:
-        ConfigError: an unknown rule.
-    """
-    check_choice("ensemble rule", rule, ("logits", "product", "probabilities", "vote"))
-    w = torch.tensor(weights if weights is not None else [1.0] * len(logits), dtype=torch.float64)
-    shares: list[float] = (w / w.sum()).tolist()
-    logps = [torch.log_softmax(x.float(), -1) for x in logits]
-    if rule in ("logits", "product"):
-        power = len(logits) if rule == "product" else 1
-        out = sum((x * (power * v) for x, v in zip(logps, shares)), torch.zeros_like(logps[0]))
-        return torch.log_softmax(out, -1)
-    mixture = sum((x.exp() * v for x, v in zip(logps, shares)), torch.zeros_like(logps[0]))
-    if rule == "probabilities":
-        return mixture.log()
-    votes = torch.zeros_like(mixture)
-    for x, v in zip(logps, shares):
-        votes.scatter_add_(-1, x.argmax(-1, keepdim=True), torch.full_like(votes[..., :1], v))
-    votes = torch.where(votes > 0, votes + 1e-6 * mixture, 0.0)
-    return torch.log(votes / votes.sum(-1, keepdim=True))
-
-
-def sample_ensemble(
-    models: Sequence[Any], prompts: PromptBatch, sampling: SamplingConfig, *, tokenizer: Any,
-    rule: MixtureRule = "logits", weights: Sequence[float] | None = None,
-    greedy: bool = False, seed: int = 0, step: int = 0,
-) -> Rollout:  # fmt: skip
-    """Answers of several models together, token by token; one to each prompt.
-
-    Args:
-        models: causal language models with one vocabulary, on one device.
-        prompts: B prompts.
-        sampling: lengths, temperature, filters; the temperature is that of the ensemble.
-        tokenizer: of all of them.
-        rule, weights: see `ensemble_logits`.
-        greedy: take the likeliest token instead of sampling.
-        seed, step: as in `rollout.sampler.sample`.
-
-    Returns:
-        As `sample`; `rollout_logps` are those of the ensemble.
-
-    Raises:
-        ModelError: models with different vocabularies.
-    """
-    bare: list[Any] = [unwrapped(m) for m in models]
-    sizes = [int(m.config.get_text_config().vocab_size) for m in bare]
-    if len(set(sizes)) > 1:
-        raise ModelError(
-            f"the models have vocabularies of {', '.join(map(str, sizes))} tokens: only models with one vocabulary can "
-            "answer token by token together."
-        )
-    check_choice("ensemble rule", rule, ("logits", "product", "probabilities", "vote"))
-
-    def combined(next_logits: list[Callable[[], Tensor]]) -> Tensor:
-        return ensemble_logits([f() for f in next_logits], rule, weights)
-
-    with ExitStack() as stack:
-        for m in models:
-            stack.enter_context(eval_mode(m))
-        return sample_together(models, combined, Request(prompts, sampling, tokenizer, seed, step, greedy=greedy))

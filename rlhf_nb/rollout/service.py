@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ..config import StrictConfig, option
+from ..config import PathText, StrictConfig, option
 from ..core import stops_at_once
 from ..losses.kl import kl_terms
 from .tools import begin
@@ -37,6 +37,10 @@ class RolloutsConfig(StrictConfig):
     workers: int = option(
         0, "processes that draw answers beside the learner, one thread each; 0: the learner draws", ge=0
     )
+    vllm: PathText | None = option(
+        None, "Python of an environment that has vLLM, which then draws, in a process of its own; null: we draw"
+    )
+    vllm_options: dict[str, Any] = option({}, "of vLLM's LLM: gpu_memory_utilization, max_model_len, ...")
     at_once: int | None = option(None, "steps whose rewards are asked for at the same time; null: all", ge=1)
 
 

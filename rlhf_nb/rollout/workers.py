@@ -137,6 +137,7 @@ class Drawn(NamedTuple):
     seconds: float = 0.0  # of all workers together
     cpu_seconds: float = 0.0
     slots: float | None = None  # see `Sampler.slots_in_use`
+    difference: float | None = None  # of another engine's log-probs to the model's
 
 
 class _Memory(NamedTuple):
@@ -202,7 +203,8 @@ def worker_process(conn: Any, memory: _Memory) -> None:
                     r = sampler.answer(model, replace(request, tokenizer=tokenizer))
                 r.columns.pop("environments", None)  # they stay here
                 took = time.monotonic() - begun, time.process_time() - cpu
-                answer = pickle.dumps(Drawn(r, *took, sampler.slots_in_use))
+                engine = getattr(sampler, "inner", sampler)
+                answer = pickle.dumps(Drawn(r, *took, sampler.slots_in_use, getattr(engine, "difference", None)))
             except Exception as e:
                 at = traceback.extract_tb(e.__traceback__)[-1]
                 said = RewardError(f"{type(e).__name__}: {e} (in a worker, {at.filename}:{at.lineno})")
@@ -328,7 +330,8 @@ class Workers:
             places = torch.cat([(i[:, None] * request.num_samples + each).flatten() for i in rows])
             slots = [p.slots for p in parts if p.slots is not None]
             took = sum(p.seconds for p in parts), sum(p.cpu_seconds for p in parts)
-            return Drawn(r[places.argsort()], *took, sum(slots) / len(slots) if slots else None)
+            off = max([p.difference for p in parts if p.difference is not None], default=None)
+            return Drawn(r[places.argsort()], *took, sum(slots) / len(slots) if slots else None, off)
 
         return begin(joined, math.inf)
 

@@ -19,6 +19,7 @@ from typing import Any, TextIO, overload
 
 import torch
 
+from ..aliases import moved
 from ..core import RunError, did_you_mean, mended
 from .checkpoint import fsync_path
 from ..files import FileRefused, open_regular, read_regular, write_whole
@@ -334,6 +335,7 @@ def _request_of(line: Line, at: int) -> dict[str, Any]:
 def config_changes(old: dict[str, Any], new: dict[str, Any], at: str = "") -> list[str]:
     """Which keys differ between two nested configurations, as `key: old -> new`."""
     changes: list[str] = []
+    old = old if at else moved(old)  # what an earlier version wrote
     for key in sorted({*old, *new}):
         a, b = old.get(key), new.get(key)
         if isinstance(a, dict) and isinstance(b, dict):

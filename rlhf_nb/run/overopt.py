@@ -19,7 +19,7 @@ Floats = NDArray[np.float64]
 CurveForm = Literal["rl", "bon"]
 
 # %% auto #0
-__all__ = ['Floats', 'CurveForm', 'GOLD', 'GoldFit', 'fit_gold', 'where_to_ask', 'GoldCurve', 'StopAtPeak', 'stop_by']
+__all__ = ['Floats', 'CurveForm', 'GOLD', 'GoldFit', 'fit_gold', 'GoldCurve', 'StopAtPeak', 'stop_by']
 
 # %% ../../nbs/run/overopt.ipynb #a0540006
 def _columns(d: Floats, form: CurveForm) -> Floats:
@@ -122,33 +122,6 @@ def fit_gold(
     df = len(d) - 3
     variance = float((((y - x @ theta) * w) ** 2).sum() / df)
     return GoldFit(form, theta, inverse * variance, df, math.sqrt(variance), level, float(d.max()))
-
-# %% ../../nbs/run/overopt.ipynb #a0540012
-def where_to_ask(fit: GoldFit, d: Sequence[float] | Floats, n: int, error: float | None = None) -> list[int]:
-    """Which distances to measure next, so that the peak's interval shrinks most; one after the other,
-    a place may come several times.
-
-    Args:
-        fit: so far.
-        d: the distances that can be measured, such as those of a run's steps.
-        n: how many measurements.
-        error: standard error of one; default: the noise of the points so far.
-
-    Returns:
-        Indices into `d`, n of them.
-    """
-    x, cov = _columns(np.asarray(d, dtype=float), fit.form), fit.cov.copy()
-    _, a, b = fit.theta
-    toward = np.array([0.0, 1 / b, -a / b**2]) if abs(b) > 1e-12 else np.array([0.0, 0.0, 1.0])
-    noise = (error if error is not None else fit.noise) ** 2
-    chosen = []
-    for _ in range(n):
-        seen = x @ cov  # [m, 3]
-        gain = (seen @ toward) ** 2 / (noise + np.einsum("ij,ij->i", seen, x))
-        best = int(gain.argmax())
-        chosen.append(best)
-        cov = cov - np.outer(seen[best], seen[best]) / (noise + float(x[best] @ seen[best]))
-    return chosen
 
 # %% ../../nbs/run/overopt.ipynb #a0540015
 GOLD = ("rewards/gold", "eval/gold")

@@ -113,7 +113,7 @@ def measure_costs(
             with torch.no_grad():
                 completion_logps(net, c)
 
-        learn = _learning(net, lambda part: torch.autograd.backward(completion_logps(part, c).logps.sum()), workers)
+        learn = _learning(net, lambda part: completion_logps(part, c).logps.sum(), workers)
 
         def draw(new: int, net: Any = net) -> None:
             how = SamplingConfig(max_new_tokens=new)
@@ -140,10 +140,15 @@ def cores(shape: DecoderShape, job: Job) -> int:
     return workers_of_size((shape.total + (trained if job.lora else 0)) * decoders, trained * decoders)
 
 
-def _learning(module: nn.Module, work: Callable[[nn.Module], Any], workers: int) -> Callable[[], None]:
+def _learning(module: nn.Module, loss: Callable[[nn.Module], Tensor], workers: int) -> Callable[[], None]:
     """A forward and backward pass as training makes it: by one thread of many, or by each core for itself."""
     crew = Replicas(module, workers) if workers > 1 else None
     half = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+
+    def work(part: nn.Module) -> None:
+        found = loss(part)
+        with torch.autocast("cpu", enabled=False):  # as in training, the backward pass stands outside
+            torch.autograd.backward(found)
 
     def learn() -> None:
         if crew is None:
@@ -171,8 +176,8 @@ def _head(shape: DecoderShape, trains: bool, workers: int) -> tuple[float, float
         with torch.no_grad():
             read_head(head, states, targets, how)
 
-    def read(part: nn.Module) -> None:
-        torch.autograd.backward(read_head(part, states.clone().requires_grad_(True), targets, how)[0].sum())
+    def read(part: nn.Module) -> Tensor:
+        return read_head(part, states.clone().requires_grad_(True), targets, how)[0].sum()
 
     return _timed(score) / n, _timed(_learning(head, read, workers)) / n / workers
 

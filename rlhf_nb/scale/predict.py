@@ -7,23 +7,19 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from ..core import ConfigError
 from ..strict import read_config_file, table_of
 from .cost import Speed, step_seconds
 from .plan import MACHINE, Plan, plan_table, plans, sent_per_step
 from rlhf_nb.scale.topology import (
-    DecoderShape, Job, cache_rows, decoder_shape, forward_rows, roles_of, row_tokens,
+    DecoderShape, Job, cache_rows, decoder_shape, roles_of, row_tokens,
 )  # fmt: skip
 
 # %% auto #0
-__all__ = ['ELEMENTWISE', 'ATTENTION', 'READS', 'WIRE', 'DRAW', 'ADAM', 'GPU_HOURS', 'STORES', 'Machine', 'named_gpu', 'speed_of',
-           'StepTime', 'predict_step', 'useful_share', 'plan_report', 'save_seconds', 'best_interval', 'Endured',
-           'simulate_failures']
+__all__ = ['ELEMENTWISE', 'ATTENTION', 'READS', 'WIRE', 'DRAW', 'ADAM', 'Machine', 'named_gpu', 'speed_of', 'StepTime',
+           'predict_step', 'useful_share', 'plan_report']
 
 # %% ../../nbs/scale/predict.ipynb #0bc505ce
 class Machine(NamedTuple):
@@ -170,8 +166,7 @@ def _price(x: float) -> str:
 
 def plan_report(
     model: Any, job: Job, gpus: Sequence[int], gpu: Machine | None = None, memory: float | None = None,
-    host: float | None = None, settings: str = "...", price: float | None = None, hours: float | None = None,
-    inner: int = 1,
+    host: float | None = None, settings: str = "...", price: float | None = None, inner: int = 1,
 ) -> str:  # fmt: skip
     """`plan_table`, and what each plan costs on a kind of GPU, as Markdown.
 
@@ -184,7 +179,6 @@ def plan_report(
         host: as in `plan`.
         settings: of the commands.
         price: of a GPU's hour, in any currency.
-        hours: that a run takes; then failures are simulated.
         inner: passes over each rollout.
     """
     shape, memory = decoder_shape(model), (gpu.memory if gpu else 80.0) if memory is None else memory
@@ -192,10 +186,9 @@ def plan_report(
     if gpu is None:
         return table
     cost = "" if price is None else " price of 1,000 steps |"
-    lasts = "" if hours is None else f" lost of {hours:g} h |"
     lines = [
-        f"| GPUs | s a step | answers | scoring | update | waiting | MFU |{cost}{lasts}",
-        "|---:" * 7 + "|" + "---:|" * ((price is not None) + (hours is not None)),
+        f"| GPUs | s a step | answers | scoring | update | waiting | MFU |{cost}",
+        "|---:" * 7 + "|" + "---:|" * (price is not None),
     ]
     for n, found in plans(shape, job, gpus, memory, host).items():
         if found is None:
@@ -204,88 +197,10 @@ def plan_report(
         mfu = useful_share(shape, found.job, took.seconds, n, gpu, inner)
         parts = " | ".join(f"{x:.3g}" for x in (took.seconds, *took))
         cost = "" if price is None else f" {_price(price * n * took.seconds / 3.6)} |"
-        lasts = (
-            ""
-            if hours is None
-            else f" {1 - simulate_failures(took.seconds, n, hours, save=save_seconds(shape, found)).useful:.1%} |"
-        )
-        lines.append(f"| {n:,} | {parts} | {mfu:.0%} |{cost}{lasts}")
+        lines.append(f"| {n:,} | {parts} | {mfu:.0%} |{cost}")
     note = (
         f"Predicted for {gpu.name}: rates are stated, not measured here; updates are within 25 % of 18 of 20 published "
         "runs (nbs/scale/predict.ipynb), drawing answers is a lower bound; "
         "every answer is as long as it may be; launching kernels isn't counted, which small models feel."
     )
     return "\n".join([table, "", *lines, "", note])
-
-# %% ../../nbs/scale/predict.ipynb #5c25f667
-GPU_HOURS = 54 * 24 * 16_384 / 419  # between two failures, Dubey et al., arXiv 2407.21783, section 3.3.4
-STORES = 0.25e9  # bytes a second that each GPU's share of the storage takes
-
-
-def save_seconds(model: Any, found: Plan) -> float:
-    """Seconds of writing a checkpoint: weights and optimizer, each rank its share.
-
-    Args:
-        model: the plan's.
-        found: a plan.
-    """
-    job, ranks = found.job, found.split.gpus if found.split.stage else 1
-    trained = sum(w.trained for w in roles_of(decoder_shape(model), job))
-    return trained * (job.format.weight + job.format.optimizer) / ranks / STORES
-
-
-def best_interval(save: float, gpus: int, between: float = GPU_HOURS) -> float:
-    """Seconds of work between two checkpoints that lose least (Young, 1974, first order).
-
-    Args:
-        save: seconds of writing one.
-        gpus: how many.
-        between: hours of one GPU between two failures.
-    """
-    return math.sqrt(2 * save * between * 3600 / gpus)
-
-
-class Endured(NamedTuple):
-    """How a run's hours were spent; shares of the whole."""
-
-    steps: int  # that were kept
-    failures: int
-    useful: float
-    lost: float  # computed, and lost with a failure
-    saving: float
-    restarting: float
-
-
-def simulate_failures(
-    seconds: float, gpus: int, hours: float, *, save: float = 60.0, restart: float = 600.0, every: float | None = None,
-    between: float = GPU_HOURS, spread: float = 0.0, seed: int = 0,
-) -> Endured:  # fmt: skip
-    """A run with failures.
-
-    Args:
-        seconds: of a step, with all GPUs equally fast.
-        gpus: how many.
-        hours: that it lasts.
-        save: seconds of a checkpoint.
-        restart: seconds from a failure to the first new step.
-        every: seconds of work between checkpoints; None: `best_interval`.
-        between: hours of one GPU between two failures; lower it for machines that may be taken away.
-        spread: standard deviation of the logarithm of a GPU's time; a step waits for the slowest of all.
-        seed: of the failures.
-    """
-    rng, rate, end = np.random.default_rng(seed), gpus / (between * 3600), hours * 3600
-    slowest = NormalDist().inv_cdf(0.5 ** (1 / gpus)) if spread else 0.0  # the median of the largest of so many
-    step = seconds * math.exp(spread * slowest)
-    piece = max(1, round((every or best_interval(save, gpus, between)) / step))
-    length, kept, failures = piece * step + save, 0, 0
-    now = lost = saving = restarting = 0.0
-    fails = rng.exponential(1 / rate)
-    while now < end:
-        pieces = min(int((fails - now) / length), math.ceil((end - now) / length))  # until a failure, or the end
-        if pieces > 0:
-            kept, saving, now = kept + pieces * piece, saving + pieces * save, now + pieces * length
-            continue
-        lost, restarting, failures = lost + fails - now, restarting + restart, failures + 1
-        now = fails + restart
-        fails = now + rng.exponential(1 / rate)
-    return Endured(kept, failures, kept * seconds / now, lost / now, saving / now, restarting / now)

@@ -182,7 +182,6 @@ class Job:
     rollout_batch: int = 0  # answers per collect; 0: mini_batch
     group: int = 1  # answers to each prompt
     lora: int | None = None  # rank; None: all weights train
-    moves_base: bool = False  # whether the adapters' start changes the frozen weights, so that the reference is a copy
     holds: tuple[Held, ...] | None = None  # in memory; None: what the method holds by default, and a reward model
     recompute: bool = False  # activations of a layer are computed again instead of kept
     format: NumberFormat = NUMBER_FORMATS["amp"]
@@ -390,7 +389,7 @@ def roles_of(shape: DecoderShape, job: Job) -> list[Weights]:
         "policy": trained("policy", full),
         "critic": trained("value", body),
         "critic adapter": Weights("value", thin, 0),
-        "reference": Weights("reference", 0, full if job.lora and job.moves_base else 0, 0 if job.lora else full),
+        "reference": Weights("reference", 0, 0, 0 if job.lora else full),
         "reward model": trained("reward", body) if scored else Weights("reward", 0, body + thin),
         "reward adapter": Weights("reward", 0, thin),
     }
@@ -644,7 +643,7 @@ def job_of(config: Any, precision: Precision) -> Job:
     return Job(
         method=method.name, prompt=data.prompt_limit, completion=longest, token_budget=config.token_budget,
         mini_batch=config.mini_batch_size, rollout_batch=batch, group=getattr(config, "num_generations", 1),
-        lora=lora.r if lora else None, moves_base=bool(lora and lora.moves_base), optimizer=config.optimizer.name,
+        lora=lora.r if lora else None, optimizer=config.optimizer.name,
         holds=held, recompute=config.recompute, format=engine_format(precision, bool(lora and lora.quantize_4bit)),
         device="cuda" if precision.device.type == "cuda" else "cpu",
     )  # fmt: skip

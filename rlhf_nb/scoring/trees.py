@@ -3,7 +3,7 @@
 # %% ../../nbs/scoring/trees.ipynb #6ad6d26f
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,8 @@ from .packing import Cores, Pack, cut_into_items, pack_alike, locate, pack_rows
 from ..types import Completions
 
 # %% auto #0
-__all__ = ['Share', 'TREE_COST', 'TOKEN_BUDGET', 'TREE_FAMILIES', 'pack', 'plan_passes', 'plan_trees', 'PackingStats',
-           'packing_stats', 'why_no_trees', 'rope_limit']
+__all__ = ['Share', 'TREE_COST', 'TOKEN_BUDGET', 'TREE_FAMILIES', 'pack', 'plan_passes', 'plan_trees', 'why_no_trees',
+           'rope_limit']
 
 # %% ../../nbs/scoring/trees.ipynb #765003d1
 def _pack_trees(c: Completions, real: Tensor, wanted: Tensor, starts: Tensor) -> Pack:
@@ -162,45 +162,7 @@ def plan_trees(
     return [rows for rows, _ in plan_passes(c, token_budget, max_rows, unit, share_prompts, width)]
 
 # %% ../../nbs/scoring/trees.ipynb #e2f06eb7
-class PackingStats(NamedTuple):
-    """Token counts of a batch: what is there, what a padded batch computes, what packing computes."""
-
-    real: int  # prompt and completion tokens, a shared prompt counted in each of its sequences
-    padded: int  # one row a sequence, prompts padded on the left and completions on the right
-    computed: int  # rows × longest row, over all forward passes
-    forwards: int
-    trees: int  # rows that hold more than one completion
-
-    @property
-    def saved(self) -> float:
-        """Fraction of the padded batch's tokens that is never computed."""
-        return 1 - self.computed / self.padded if self.padded else 0.0
-
-
 TOKEN_BUDGET = 2048  # tokens of one forward pass: on a CPU 512 to 1024 is fastest, a GPU likes 16384
-
-
-def packing_stats(
-    c: Completions, token_budget: int = TOKEN_BUDGET, *, share_prompts: Share = True, width: int = 512
-) -> PackingStats:
-    """Count tokens: real ones, those of a padded batch, and those the packed forward passes compute.
-
-    Args:
-        c: prompts and completions.
-        token_budget: tokens of one forward pass at most.
-        share_prompts: as in `pack`.
-        width: hidden size of the model, as in `pack`.
-    """
-    computed, trees = 0, 0
-    entries = plan_passes(c, token_budget, None, 1, share_prompts, width)
-    for rows, branched in entries:
-        p = pack(c[rows], share_prompts if branched else False, "all", width=width, limit=token_budget)
-        computed += p.input_ids.numel()
-        trees += int((torch.bincount(p.tree) > 1).sum())
-    longest = [int(x.max()) if len(c) else 0 for x in (c.prompt_lens, c.completion_lens)]
-    return PackingStats(
-        int((c.prompt_lens + c.completion_lens).sum()), len(c) * sum(longest), computed, len(entries), trees
-    )
 
 # %% ../../nbs/scoring/trees.ipynb #345c1187
 TREE_FAMILIES = frozenset(

@@ -18,7 +18,6 @@ from .protocol import Asked, ChatAsked, Form, Refused, TextAsked, usage
 from .reading import reading_routes
 from .settings import package_of_serving
 from .site import Site
-from .upstream import hand_on
 
 
 def fastapi() -> Any:
@@ -117,8 +116,6 @@ async def answer(desk: Desk, request: Any, kind: type[Asked]) -> Any:
     """The response to a request for completions."""
     responses = fastapi().responses
     who, asked = await desk.intake.read(request, kind)
-    if asked.model in desk.site.upstreams:
-        return await hand_on(desk, desk.site.upstreams[asked.model], request, asked, who)
     exchange, prompts, draws = await desk.open(asked, who)
     model, chat = exchange.answers[0].model, isinstance(asked, ChatAsked)
     top = getattr(asked, "top", None)
@@ -193,7 +190,6 @@ def _routes(app: Any, web: Any, desk: Desk) -> None:
             for m in desk.site.models.values()
         ]
         known += [{"id": n, "created": 0} for n in desk.config.split]
-        known += [{"id": u.name, "created": u.created} for u in desk.site.upstreams.values()]
         return json_of(
             {
                 "object": "list",

@@ -68,7 +68,6 @@ class Ask:
         stop: strings that end it.
         top: how many of the likeliest tokens are told at each place.
         deadline: on the clock of `time.monotonic`; later the answer is broken off.
-        shadow: no client waits for it, so it begins when no other ask waits.
         owner: whose it is; see `fast.engine.RowCache`.
     """
 
@@ -82,7 +81,6 @@ class Ask:
     stop: Sequence[str] = ()
     top: int = 0
     deadline: float = math.inf
-    shadow: bool = False
     owner: str = ""
     cancelled: bool = field(default=False, init=False)  # any thread may set it, at any time
     asked: float = field(default_factory=time.monotonic, init=False)
@@ -364,7 +362,7 @@ class Batcher:
             if "" not in first and first:
                 who = self.shares.next(first)
                 asks = [a for _, a in self._queue] + [r.ask for e in self.engines.values() for r in e.rows]
-                others = {a.owner for a in asks if not a.shadow} - {who}
+                others = {a.owner for a in asks} - {who}
                 if any(self.shares.had(other) < self.shares.had(who) for other in others):
                     return None
                 self.shares.charge(who, first[who][1])
@@ -385,7 +383,7 @@ class Batcher:
             return False
 
     def _admit(self, now: float) -> None:
-        """Let asks in, of who has had least first, shadows last."""
+        """Let asks in, of who has had least first."""
         read = 0
         with self._more:
             over = [(name, ask) for name, ask in self._queue if _over(ask, now)]
@@ -409,9 +407,7 @@ class Batcher:
                 model, ask = first
                 more = prompts | {_text(ask)}
                 late = read + sum(map(len, more)) > self.read and len(more) > len(prompts)
-                if (asks and (model != name or ask.shadow != asks[0].shadow)) or (
-                    late and (asks or (read and self.running))
-                ):
+                if (asks and model != name) or (late and (asks or (read and self.running))):
                     break
                 if not self._room(model, asks, ask):
                     break
@@ -427,16 +423,15 @@ class Batcher:
         rows = Counter(
             [*(r.ask.owner for engine in self.engines.values() for r in engine.rows), *(a.owner for a in asks)]
         )
-        return rows, max(1, self.most // max(1, len({*rows, *(a.owner for _, a in self._queue if not a.shadow)})))
+        return rows, max(1, self.most // max(1, len({*rows, *(a.owner for _, a in self._queue)})))
 
     def _first(self, asks: Sequence[Ask]) -> tuple[str, Ask] | None:
-        """The next ask: of the owners below an equal part, the one who has had least; shadows when no other waits."""
+        """The next ask: of the owners below an equal part, the one who has had least."""
         first: dict[str, tuple[str, Ask]] = {}
         for entry in self._queue:
-            if not entry[1].shadow:
-                first.setdefault(entry[1].owner, entry)
+            first.setdefault(entry[1].owner, entry)
         if not first:
-            return self._queue[0] if self._queue and self.running <= self.most // 2 else None
+            return None
         rows, part = self._owners(asks)
         low = [who for who in first if rows[who] < part] or list(first)
         return first[self.shares.next(low)]
@@ -445,17 +440,15 @@ class Batcher:
         """Whether one more answer can begin; an owner above an equal part makes room for one below it."""
         engine = self.engines[name]
         while self.running + len(asks) >= self.most or not engine.fits([*asks, ask]):
-            if ask.shadow:
-                return False
             rows, part = self._owners(asks)
             own, engines = rows[ask.owner], list(self.engines.values())
             if not engine.fits([*asks, ask]):  # memory is short, and every engine has its own
                 part, engines = own + 1, [engine]
             greedy = {who for who, n in rows.items() if n > part > own}
-            there = [(each, row) for each in engines for row in each.rows if row.ask.shadow or row.ask.owner in greedy]
+            there = [(each, row) for each in engines for row in each.rows if row.ask.owner in greedy]
             if not there:
                 return False
-            home, row = min(there, key=lambda x: (not x[1].ask.shadow, len(x[1].text)))  # the least to read again
+            home, row = min(there, key=lambda x: len(x[1].text))  # the least to read again
             where = next(n for n, each in self.engines.items() if each is home)
             self._queue.appendleft((where, home.park(row)))
             self.parked += 1

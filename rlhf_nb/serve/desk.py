@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,12 +57,12 @@ class Exchange:
     Args:
         desk: whose it is.
         id: of the request.
-        ticket: its places; None: of a shadow, which has none.
+        ticket: its places.
         who: asks, as the gate knows them; user: as the client names them.
         prompt: as it was asked, for the log.
     """
 
-    def __init__(self, desk: Desk, id: str, ticket: Ticket | None, who: str, user: str, prompt: Any) -> None:
+    def __init__(self, desk: Desk, id: str, ticket: Ticket, who: str, user: str, prompt: Any) -> None:
         self.desk, self.id, self.ticket, self.who, self.user, self.prompt = desk, id, ticket, who, user, prompt
         self.answers: list[Answer] = []
         self.queue: asyncio.Queue[tuple[int, AnswerPiece]] = asyncio.Queue()
@@ -91,8 +91,7 @@ class Exchange:
         answer = self.answers[index]
         answer.take(piece)
         if piece.finish:
-            if self.ticket is not None:
-                self.ticket.back()
+            self.ticket.back()
             self.desk.ended(self, answer)
         self.queue.put_nowait((index, piece))
 
@@ -165,8 +164,6 @@ class Desk:
                 later = lambda task, cost: self.site.batcher.do(task, who, cost)
                 write_in_form(later, answer.model, answer.ask, form)
             return exchange, prompts, draws
-        for shadow in self.site.shadows(model.name):
-            await self._shadow(exchange, asked, shadow, given, tools)
         exchange.begin()
         return exchange, prompts, draws
 
@@ -212,14 +209,7 @@ class Desk:
         return int(asked.wants or min(c.default_tokens, room))
 
     def _ask(
-        self,
-        exchange: Exchange,
-        asked: Any,
-        model: Model,
-        prompts: Sequence[Sequence[int]],
-        draws: int,
-        most: int,
-        shadow: bool = False,
+        self, exchange: Exchange, asked: Any, model: Model, prompts: Sequence[Sequence[int]], draws: int, most: int
     ) -> None:
         """An ask for each answer."""
         sampling, greedy = asked.sampling(most, model.defaults)
@@ -229,19 +219,8 @@ class Desk:
             for sample in range(draws):
                 exchange.ask(
                     model, ids=prompt, sampling=sampling, eos=model.eos, greedy=greedy, seed=seed, sample=sample,
-                    stop=asked.stops(), top=asked.top or 0, deadline=deadline, shadow=shadow, owner=exchange.who,
+                    stop=asked.stops(), top=asked.top or 0, deadline=deadline, owner=exchange.who,
                 )  # fmt: skip
-
-    async def _shadow(self, exchange: Exchange, asked: Any, model: Model, given: Any, tools: list[Any]) -> None:
-        """Let another model answer unseen; a shadow that can't is left out."""
-        try:
-            prompts = await self._encode(exchange.who, model, given, tools)
-            most = self._room(asked, model, max(map(len, prompts)))
-        except Refused:
-            return
-        unseen = Exchange(self, exchange.id, None, exchange.who, exchange.user, exchange.prompt)
-        self._ask(unseen, asked, model, prompts, 1, most, shadow=True)
-        unseen.begin()
 
     def ended(self, exchange: Exchange, answer: Answer) -> None:
         """Count and log an answer that has ended."""
@@ -249,21 +228,12 @@ class Desk:
         first = None if answer.first is None else answer.first - ask.asked
         begun = None if ask.begun is None else ask.begun - ask.asked
         seconds, finish = now - ask.asked, str(answer.finish)
-        if not ask.shadow:
-            self.meters.ended(answer.model.name, finish, len(ask.ids), len(answer.tokens), begun, first, seconds)
-        log.info(
-            "%s %s%s: %d + %d tokens, %s after %.2f s",
-            exchange.id,
-            answer.model.name,
-            " (shadow)" if ask.shadow else "",
-            len(ask.ids),
-            len(answer.tokens),
-            finish,
-            seconds,
-        )
+        self.meters.ended(answer.model.name, finish, len(ask.ids), len(answer.tokens), begun, first, seconds)
+        names = exchange.id, answer.model.name
+        log.info("%s %s: %d + %d tokens, %s after %.2f s", *names, len(ask.ids), len(answer.tokens), finish, seconds)
         line = Served(
             time.time(), exchange.id, answer.model.name, answer.model.version, "", len(ask.ids), len(answer.tokens),
-            first, seconds, finish, ask.shadow, exchange.prompt, answer.text,
+            first, seconds, finish, exchange.prompt, answer.text,
         )  # fmt: skip
         self.write(line, exchange.user, exchange.who)
 

@@ -6,15 +6,13 @@ from __future__ import annotations
 import ipaddress
 import math
 import re
-from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from ..config import StrictConfig, option
 from ..core import ConfigError, did_you_mean
-from ..judges.endpoint import check_address, check_key_name
 
 
 def package_of_serving(name: str) -> Any:
@@ -31,7 +29,7 @@ def package_of_serving(name: str) -> Any:
     except ImportError as e:
         raise ConfigError(
             f"serving needs packages that aren't installed ({e}). Type: pip install fastapi uvicorn prometheus-client "
-            "httpx (the extra `serve`)."
+            "(the extra `serve`)."
         ) from e
 
 # %% auto #0
@@ -48,10 +46,6 @@ class ServeConfig(StrictConfig):
     adapters: dict[str, str] = option(
         {}, "folder of a LoRA adapter, by the name clients use; its model must be served, too"
     )
-    upstreams: dict[str, str] = option(
-        {}, "address of a server that computes a model (vLLM's: http://127.0.0.1:8001/v1), by the name clients use"
-    )
-    upstream_keys: dict[str, str] = option({}, "NAME of the environment variable with the key that an upstream wants")
     host: str = option("127.0.0.1", "address to listen on; another one than this machine's needs keys")
     port: int = option(8000, "0: any that is free", ge=0, le=65535)
     public: bool = option(False, "listen on another address although no key is needed")
@@ -81,9 +75,6 @@ class ServeConfig(StrictConfig):
         {}, "what best_of chooses by, by model: folder of a reward model; else the mean log-prob"
     )
     split: dict[str, dict[str, float]] = option({}, "shares of models behind a name: {chat: {a: 0.9, b: 0.1}}")
-    shadow: dict[str, dict[str, float]] = option(
-        {}, "models that also answer a share of what a model is asked, unseen: {a: {b: 0.1}}"
-    )
     traffic: str | None = option(None, "file that gets a line for each answer")
     feedback: str | None = option(None, "file that gets what users say of answers")
     log_text: bool = option(False, "write prompts and answers into traffic, too")
@@ -98,26 +89,20 @@ class ServeConfig(StrictConfig):
     def _fits(self) -> ServeConfig:
         """Names are names, and what they refer to is there."""
         served = [*self.models, *self.adapters]
-        for name in [*served, *self.split, *self.upstreams]:
+        for name in [*served, *self.split]:
             if not _NAME.fullmatch(name):
                 raise ValueError(
                     f"{name!r} can't be a model's name: letters, digits and . _ - : / @ + only, 100 at most."
                 )
-        named = (*served, *self.split, *self.upstreams)
-        twice = [n for n in (*self.adapters, *self.split, *self.upstreams) if named.count(n) > 1]
+        named = (*served, *self.split)
+        twice = [n for n in (*self.adapters, *self.split) if named.count(n) > 1]
         if twice:
             raise ValueError(f"the name {twice[0]!r} is given twice: a client could not say which one it means.")
-        for name, url in self.upstreams.items():
-            _said(f"upstreams.{name}", check_address, url, "http://127.0.0.1:8001/v1")
-        _known("upstream_keys", self.upstream_keys, list(self.upstreams))
-        for name, variable in self.upstream_keys.items():
-            _said(f"upstream_keys.{name}", check_key_name, variable)
-        for key, group in (("ahead", self.ahead), ("rewards", self.rewards), ("shadow", self.shadow)):
+        for key, group in (("ahead", self.ahead), ("rewards", self.rewards)):
             _known(key, group, served)
-        for key, groups in (("split", self.split), ("shadow", self.shadow)):
-            for name, shares in groups.items():
-                _known(f"{key}.{name}", shares, served)
-                _shares(f"{key}.{name}", shares, key == "split")
+        for name, shares in self.split.items():
+            _known(f"split.{name}", shares, served)
+            _shares(f"split.{name}", shares)
         if self.default_tokens > self.max_tokens:
             raise ValueError(f"default_tokens is {self.default_tokens} but max_tokens is {self.max_tokens}: lower it.")
         if self.log_text and self.traffic is None:
@@ -130,14 +115,6 @@ class ServeConfig(StrictConfig):
         return self
 
 
-def _said(key: str, check: Callable[..., Any], *given: str) -> None:
-    """A check whose sentence names the setting."""
-    try:
-        check(*given)
-    except ValueError as e:
-        raise ValueError(f"{key}: {e}") from None
-
-
 def _known(key: str, names: Any, served: list[str]) -> None:
     """Names that a setting refers to are served."""
     there = f"There are: {', '.join(served)}." if served else "No model is named."
@@ -146,11 +123,11 @@ def _known(key: str, names: Any, served: list[str]) -> None:
             raise ValueError(f"{key} names {name!r}, which is not served. {did_you_mean(name, served, there)}")
 
 
-def _shares(key: str, shares: dict[str, float], whole: bool) -> None:
-    """Shares are between 0 and 1, and of a split they make 1."""
+def _shares(key: str, shares: dict[str, float]) -> None:
+    """Shares are between 0 and 1, and make 1."""
     if not shares or any(not 0 <= s <= 1 for s in shares.values()):
         raise ValueError(f"{key}: shares are from 0 to 1, got {shares}.")
-    if whole and not math.isclose(sum(shares.values()), 1.0, abs_tol=1e-6):
+    if not math.isclose(sum(shares.values()), 1.0, abs_tol=1e-6):
         raise ValueError(f"{key}: shares make {sum(shares.values()):g} together, and must make 1.")
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import math
-import random
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +21,6 @@ from ..data.hub import sha256_of
 from ..data.templates import encode_chat, encode_prompts
 from ..data.worlds import model_world
 from ..models.files import base_of_adapter, find_model, load_or_explain
-from ..judges.endpoint import read_key
 from ..models.load import load_causal_lm, load_tokenizer
 from ..rollout.sampler import eos_ids
 from ..scale.topology import decoder_shape
@@ -32,7 +29,6 @@ from .batcher import Batcher, ServedEngine
 from .memory import block, most_places
 from .protocol import Refused
 from .settings import ServeConfig
-from .upstream import Upstream, find_upstream
 
 # %% auto #0
 __all__ = ['LETTERS', 'Model', 'settled', 'version_of', 'Site', 'sticky', 'load_site', 'Planned', 'memory_plan']
@@ -146,23 +142,15 @@ class Site:
         config: of the server.
         models: by name.
         batcher: which has an engine for each of them, by the same name.
-        upstreams: models that other servers compute, by name.
     """
 
-    def __init__(
-        self,
-        config: ServeConfig,
-        models: Mapping[str, Model],
-        batcher: Batcher,
-        upstreams: Mapping[str, Upstream] | None = None,
-    ) -> None:
-        self.config, self.models, self.batcher, self.upstreams = config, dict(models), batcher, dict(upstreams or {})
-        self._random = random.Random(0)
+    def __init__(self, config: ServeConfig, models: Mapping[str, Model], batcher: Batcher) -> None:
+        self.config, self.models, self.batcher = config, dict(models), batcher
 
     @property
     def names(self) -> list[str]:
         """All that a client may ask for."""
-        return [*self.models, *self.config.split, *self.upstreams]
+        return [*self.models, *self.config.split]
 
     def choose(self, name: str, user: str) -> Model:
         """The model behind a name, for a user.
@@ -177,12 +165,6 @@ class Site:
             hint = did_you_mean(name, self.names, f"There are: {', '.join(self.names)}.")
             raise Refused(404, f"the model {name[:100]!r} is not served. {hint}", code="model_not_found")
         return self.models[name]
-
-    def shadows(self, name: str) -> list[Model]:
-        """Models that answer a request to this one, too, unseen."""
-        return [
-            self.models[n] for n, share in self.config.shadow.get(name, {}).items() if self._random.random() < share
-        ]
 
 
 def sticky(split: str, user: str, shares: Mapping[str, float]) -> str:
@@ -244,17 +226,13 @@ def load_site(config: ServeConfig, says: Mapping[str, Mapping[str, Any]] | None 
     Raises:
         ConfigError, ModelError: what can't be served, and why.
     """
-    if not (config.models or config.upstreams):
+    if not config.models:
         raise ConfigError(
             "no model is named, so there is nothing to serve. Add --model NAME=FOLDER, for example --model smollm2."
         )
     config = settled(config)
     models, engines = apart(lambda: _load(config, says or {}))  # the batcher's thread is the one that computes
-    upstreams = {
-        name: find_upstream(name, url, read_key(config.upstream_keys.get(name)))
-        for name, url in config.upstreams.items()
-    }
-    return Site(config, models, Batcher(engines, config.max_concurrent), upstreams)
+    return Site(config, models, Batcher(engines, config.max_concurrent))
 
 
 def _load(

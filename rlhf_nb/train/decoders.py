@@ -60,12 +60,11 @@ def load_decoder(
     place = decide_precision(device)
     if config.reward is not None and KINDS[config.kind].rewarded:
         rewards = decoder_reward(config.reward, place.device, trust_remote_code)
-    named = {"speculative": config.draft, "mixture": config.other, "contrastive": config.other}.get(config.kind)
-    second = None
+    named, second = config.draft if config.kind == "speculative" else None, None
     if named not in (None, "look-up", "reference"):
         where = ModelConfig(name_or_path=named, trust_remote_code=trust_remote_code)
         second = load_causal_lm(where, place, trainable=False)
-    return make_decoder(config, rewards, second, second)
+    return make_decoder(config, rewards, second)
 
 
 def check_learnable(decoder: Decoder, config: DecoderConfig, method: str, imitates: bool) -> None:

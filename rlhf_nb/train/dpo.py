@@ -124,8 +124,6 @@ class DPO(OfflineMethod):
 
     reference_columns = {"ref_chosen_logps": "chosen_ids", "ref_rejected_logps": "rejected_ids"}
 
-    token_settings = ()  # that `tokenize` reads, besides data
-
     def __init__(self, model: Any, tokenizer: Any, config: DPOConfig, reference: Reference | None = None) -> None:
         super().__init__(model, tokenizer, config, reference)
         entries, usual = config.entries, sum(config.losses[n] * e.nll for n, e in config.entries.items())

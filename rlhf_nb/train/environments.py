@@ -80,7 +80,7 @@ def played(
         ConfigError: what only knows answers of one turn is on.
     """
     wrong = {
-        "decoder": config.decoder != type(config.decoder)(), "data.cache": bool(config.data.cache),
+        "decoder": config.decoder != type(config.decoder)(),
         "sampling.sampler=continuous": config.sampling.sampler == "continuous",
     }  # fmt: skip
     if name := next((k for k, on in wrong.items() if on), None):

@@ -3,6 +3,7 @@
 # %% ../../nbs/train/fit_head.ipynb #d136ef43
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import time
@@ -27,8 +28,8 @@ from ..untrusted import Unreadable, json_value
 
 # %% auto #0
 __all__ = ['RIDGES', 'FOLDS', 'PIECE', 'HEAD_FILE', 'PIECES', 'fit_logistic', 'difference_states', 'FitPace', 'kept_states',
-           'Fit', 'thirds', 'joined_states', 'fit_head', 'Fitted', 'fit_members', 'set_heads', 'told_of', 'read_fit',
-           'keep_fit', 'pieces_of']
+           'Fit', 'thirds', 'joined_states', 'fit_head', 'Fitted', 'fit_members', 'set_heads', 'told_of',
+           'weight_digest', 'read_fit', 'keep_fit', 'pieces_of']
 
 # %% ../../nbs/train/fit_head.ipynb #7ba8eb96
 RIDGES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
@@ -312,6 +313,13 @@ def told_of(fitted: Fitted, body: Any) -> str:
 # %% ../../nbs/train/fit_head.ipynb #716fc26c
 HEAD_FILE = "fitted_head.safetensors"
 PIECES = "fitting"  # the folder of an unfinished one's pieces
+
+
+def weight_digest(weight: Tensor, *how: Any) -> str:
+    """A hash of every bit of a weight, its shape and format, and whatever else decides the fit."""
+    told = hashlib.sha256(repr((tuple(weight.shape), str(weight.dtype), *how)).encode())
+    told.update(weight.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    return told.hexdigest()
 
 
 def read_fit(folder: str | Path, of: str) -> Fitted | None:

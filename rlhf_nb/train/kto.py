@@ -155,8 +155,6 @@ class KTO(OfflineMethod):
 
     reference_columns = {"ref_logps": "completion_ids", "ref_other_logps": "other_ids"}
 
-    token_settings = ("loss", "seed")  # that `tokenize` reads, besides data
-
     def __init__(self, model: Any, tokenizer: Any, config: KTOConfig, reference: Reference | None = None) -> None:
         super().__init__(model, tokenizer, config, reference)
         usual = 0.99 if config.loss == "bco" else 0.0

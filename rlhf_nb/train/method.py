@@ -109,9 +109,6 @@ class TextMethod(BaseMethod):
     config: TextConfig
     reference: Reference | None = None
     adapter_dropout: ClassVar[bool] = False  # whether `model.lora.dropout` is on while it learns
-    token_settings: ClassVar[tuple[str, ...] | None] = (
-        None  # settings that `tokenize` reads, besides data; None: all may be
-    )
 
     def __init__(self, model: Any, tokenizer: Any, config: TextConfig, module: nn.Module | None = None) -> None:
         self.module = CausalScorer(model, config.token_budget) if module is None else module

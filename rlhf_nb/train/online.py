@@ -294,10 +294,9 @@ class OnlineMethod(TextMethod):
     asks_outside = gathers = True
     adapter: str | None = None  # the policy's own, where one backbone has several
     ticket: StepTicket | None = None  # that is learnt from
+    besides: Sampler | None = None  # who draws in workers, where that isn't `sampler`
     draws_besides = ""  # what a step draws besides its answers to prompts; nothing of it can be drawn ahead
     config: OnlineConfig
-
-    token_settings = ()  # that `tokenize` reads, besides data
 
     def __init__(
         self, model: Any, tokenizer: Any, rewards: Rewards, config: OnlineConfig, reference: Reference | None = None,
@@ -316,7 +315,11 @@ class OnlineMethod(TextMethod):
         self._collected: dict[str, float] = {}
         self._samples: list[dict[str, Any]] = []
         self._warned = False
-        self.ahead = self.rollouts if config.rollouts.lag or config.rollouts.workers else None
+        if (vllm := config.rollouts.vllm) is not None:
+            from rlhf_nb.rollout.vllm import Vllm
+
+            self.besides = Vllm(vllm, config.rollouts.vllm_options).instead_of(self.sampler, model)
+        self.ahead = self.rollouts if config.rollouts.lag or config.rollouts.workers or vllm else None
         self.temperature, self._taken = config.sampling.temperature, math.nan
 
     @abstractmethod
@@ -404,8 +407,9 @@ class OnlineMethod(TextMethod):
         """Tickets that are under way."""
         now = any(holds_model(fn) for fn in self.rewards.fns)  # it computes with what the updates compute with
         how = self.config.rollouts
-        parts = lambda: (self.model, self.sampler, self.tokenizer, self.adapter)
-        workers = Workers(how.workers, how.lag + 2, parts) if how.workers else None
+        parts = lambda: (self.model, self.besides or self.sampler, self.tokenizer, self.adapter)
+        count = how.workers or int(how.vllm is not None)
+        workers = Workers(count, how.lag + 2, parts) if count else None
         return Rollouts(self.ask, 0 if now else how.at_once or how.lag + 1, workers)
 
     def load_ahead(self, told: list[dict[str, Any]]) -> None:
@@ -428,7 +432,7 @@ class OnlineMethod(TextMethod):
     def draw_ahead(self, step: int, total: int, pull: Callable[[], PromptBatch | None]) -> Any:
         """The ticket of a step, after those of up to `rollouts.lag` steps later were drawn by the present weights."""
         tickets, how = self.rollouts.tickets, self.config.rollouts
-        if not (how.lag or how.workers or tickets):  # those of a checkpoint are learnt from
+        if not (how.lag or self.rollouts.workers or tickets):  # those of a checkpoint are learnt from
             return pull()
         for number in range(max([step - 1, *tickets]) + 1, min(step + how.lag + 1, total)):
             prompts = pull()
@@ -516,9 +520,10 @@ class OnlineMethod(TextMethod):
             said = self.rollouts.said(self.ticket)
         self.rewards.stats, self.rewards.steps = said.stats, said.steps
         now, before = time.monotonic(), self._taken
-        if said.seconds < 0.05 * (now - before) and self.ticket.number == self.config.rollouts.lag + 1:
+        lag = self.config.rollouts.lag
+        if lag and said.seconds < 0.05 * (now - before) and self.ticket.number == lag + 1:
             warnings.warn(
-                f"rollouts.lag is {self.config.rollouts.lag}, but the rewards of a step took {said.seconds:.2g} s of "
+                f"rollouts.lag is {lag}, but the rewards of a step took {said.seconds:.2g} s of "
                 f"its {now - before:.2g} s, so there is little to hide, and answers are learnt from that are older: "
                 "lag=0 is as fast.",
                 stacklevel=5,
@@ -608,6 +613,7 @@ class OnlineMethod(TextMethod):
             drawn = self.ticket.drawing.result()
             found |= {"perf/workers_s": drawn.seconds, "perf/workers_cpu_s": drawn.cpu_seconds}
             found |= {"perf/generator_idle": workers.idle(), "perf/worker_deaths": float(workers.deaths)}
+            found |= {} if drawn.difference is None else {"rollout/engine_difference": drawn.difference}
         if r.rollout_logps is None or r.old_logps is r.rollout_logps:
             return found
         return found | staleness(r.need("old_logps"), r.rollout_logps, r.completion_mask)
@@ -683,25 +689,26 @@ def check_lag(method: OnlineMethod) -> None:
 
 
 def check_workers(method: OnlineMethod) -> None:
-    """See whether `rollouts.workers` can draw for a method.
+    """See whether `rollouts.workers` or `rollouts.vllm` can draw for a method.
 
     Args:
         method: attached to its engine.
 
     Raises:
-        ConfigError: answers that workers don't draw, or something that can't be sent.
+        ConfigError: answers that they don't draw, or something that can't be sent.
     """
-    cfg, engine = method.config, method.engine
+    cfg, engine, vllm = method.config, method.engine, method.config.rollouts.vllm
     wrong = {
-        f"the policy is on {engine.device}, and they compute on CPUs": engine.device.type != "cpu",
+        f"the policy is on {engine.device}, and they compute on CPUs": engine.device.type != "cpu" and not vllm,
         "each process that learns holds only a part of the weights": getattr(engine.strategy, "cuts_weights", False),
         "sampling.sampler=continuous has threads of its own": cfg.sampling.sampler == "continuous",
         "decoder draws in more ways than one": cfg.decoder != _PLAIN, method.draws_besides: bool(method.draws_besides),
     }  # fmt: skip
-    why, n = next((k for k, on in wrong.items() if on), None), cfg.rollouts.workers
-    if n and why:
-        raise ConfigError(f"rollouts.workers is {n}, but {why}: set rollouts.workers=0.")
-    if n and method.rollouts.workers is not None:
+    why = next((k for k, on in wrong.items() if on), None)
+    if why and (vllm or cfg.rollouts.workers):
+        key, off = ("vllm", "null") if vllm else ("workers", "0")
+        raise ConfigError(f"rollouts.{key} is {vllm or cfg.rollouts.workers}, but {why}: set rollouts.{key}={off}.")
+    if (vllm or cfg.rollouts.workers) and method.rollouts.workers is not None:
         method.rollouts.workers.pack()
 
 
@@ -723,6 +730,7 @@ def check_draws(method: OnlineMethod, prompts: PromptBatch) -> dict[str, Any]:
                 why = company_matters(unwrapped(method.model), list(map(torch.tensor, prompts.token_lists())))
         else:
             why = f"answers are drawn by {sampler.name if sampling.sampler != 'generate' else 'generate'}"
+        why = "answers are drawn by vLLM" if method.besides else why
         answers = {"answers": "exact" if why is None else f"close: {why}"}
         return asdict(self_check(method.model, r, sampling.temperature, ours, others=method.models())) | answers
 

@@ -13,7 +13,7 @@ import torch
 from pydantic import model_validator
 from torch import Tensor
 
-from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, StrictConfig, option
+from ..config import DataConfig, ModelConfig, PathText, StrictConfig, option
 from ..core import ConfigError, derive_seed
 from ..data.steps import StepRule
 from ..data.worlds import toy_presets
@@ -99,8 +99,6 @@ class Process(TextMethod):
     name = "process"
     columns = ("loss", "steps/accuracies", "steps/values", "steps/labels", "lr", "grad_norm")
     config: ProcessConfig
-
-    token_settings = ("boundary", "hard_from")  # that `tokenize` reads, besides data
 
     def __init__(self, net: ProcessModel, tokenizer: Any, config: ProcessConfig) -> None:
         super().__init__(None, tokenizer, config, net)

@@ -15,7 +15,7 @@ import torch
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, TrainConfig, option
+from ..config import DataConfig, ModelConfig, PathText, TrainConfig, option
 from ..core import ConfigError, derive_seed, evaluating
 from ..data.shapes import DataNote
 from ..data.sources import collate_completions, collate_preferences
@@ -23,7 +23,6 @@ from ..data.worlds import toy_presets
 from ..losses.reward import bradley_terry, centering
 from ..models.heads import RewardModel
 from ..scoring.scores import Pooling
-from ..models.starts import weight_digest
 from ..run.engine import Engine
 from ..scoring.check import check_scores
 from ..scoring.head import text_config
@@ -41,6 +40,7 @@ from rlhf_nb.train.fit_head import (
     read_fit,
     set_heads,
     told_of,
+    weight_digest,
 )
 from .registry import register
 from ..data.worlds import Row
@@ -155,8 +155,6 @@ class Reward(TextMethod):
     name = "reward"
     columns = ("loss", "rewards/accuracies", "rewards/margins", "lr", "grad_norm")
     config: RewardConfig
-
-    token_settings = ()  # that `tokenize` reads, besides data
 
     def __init__(
         self,
@@ -492,8 +490,6 @@ class RewardTrainer(TextTrainer[RewardConfig]):
 
     kind, method_class = "preference", Reward
     method: Reward
-
-    reads_rows = True  # for the baselines
 
     def make_method(self, config: RewardConfig, model: Any, tokenizer: Any, rows: list[Row]) -> Reward:
         """Fresh reward models on the model's decoder, and the demonstrations that will be worth 0."""

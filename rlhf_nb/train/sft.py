@@ -89,7 +89,6 @@ class SFT(TextMethod):
     config: SFTConfig
 
     adapter_dropout = True
-    token_settings = ()  # that `tokenize` reads, besides data
 
     def tokenize(self, rows: list[Row], warn: bool = True) -> list[Row]:
         """Demonstrations as tokens, with the mask of those that count."""

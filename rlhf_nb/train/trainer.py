@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from ..core import ConfigError, DataError
 from ..data.formats import renamed
@@ -33,7 +33,6 @@ from ..data.sources import MemorySource, cut_example, row_lengths
 from ..data.worlds import RowKind, Row, world_of
 from ..models.load import check_window
 from ..models.policy import check_adapters, dropout_left_out, load_policy
-from ..models.starts import keep_starts
 from ..run.callbacks import Callback
 from ..run.checkpoint import checkpoints_in
 from ..console import tell
@@ -41,7 +40,6 @@ from ..run.hf_callbacks import as_callback, fill_state, log_of
 from ..run.log import RunDir
 from ..run.loop import Trainer
 from .method import TextConfig, TextMethod
-from .tokens import tokens_of
 from .words import dataset_rows, says_where, takes_trl
 from ..files import read_regular, write_whole
 from ..untrusted import MAX_LINE, json_value
@@ -53,8 +51,8 @@ __all__ = ['kept_length', 'TrlNumbers', 'TextTrainer']
 class _Given(NamedTuple):
     """A trainer's rows before they are tokens."""
 
-    way: Literal["in memory", "streamed", "cached"]
-    parts: list[tuple[list[Row], list[Row]]]  # (to train on, held out) by source; none where they needn't be read
+    streamed: bool
+    parts: list[tuple[list[Row], list[Row]]]  # (to train on, held out) by source; none of a stream
     held: list[Row]
 
     @property
@@ -162,7 +160,6 @@ class TextTrainer(Trainer, _OfConfig[_T]):
     """
 
     kind: ClassVar[RowKind]  # of the rows
-    reads_rows: ClassVar[bool] = False  # whether `make_method` looks at the rows, and not only at their tokens
     method_class: Callable[..., TextMethod]
 
     @takes_trl
@@ -193,24 +190,20 @@ class TextTrainer(Trainer, _OfConfig[_T]):
         if left_out := dropout_left_out(config, method):
             warnings.warn(left_out, stacklevel=3)
         sources: list[Any]
-        if given.way == "streamed":
+        if given.streamed:
             tokenize = _checked(partial(method.tokenize, warn=False), config, tokenizer)
             places = zip(parts_of(config.data), seeds_of(config))
             sources = [stream_rows(data, given.held, self.kind, seed, tokenize) for data, seed in places]
         else:
-            if given.way == "cached":
-                *each, held = tokens_of(config, self.kind, tokenizer, method, given.parts)
-            else:
-                each = [method.tokenize(part) for part, _ in given.parts]
+            each = [method.tokenize(part) for part, _ in given.parts]
             sources = [MemorySource(part, seed) for part, seed in zip(each, seeds_of(config))]
-        if given.way != "cached":
-            held = method.tokenize(given.held, warn=False) if given.held else []
-        if given.way == "in memory" and self.kind != "prompt":  # a sampler looks at prompts itself
+        held = method.tokenize(given.held, warn=False) if given.held else []
+        if not given.streamed and self.kind != "prompt":  # a sampler looks at prompts itself
             check_window(model, max((kept_length(row) for row in chain(*each, held)), default=0))
         source: Any = sources[0] if len(sources) == 1 else MixSource(
             sources, weights_of(config.data), names_of(config.data), config.seed
         )  # fmt: skip
-        _check_cut([] if given.way == "streamed" else each, config, tokenizer)
+        _check_cut([] if given.streamed else each, config, tokenizer)
         if known := leaked(getattr(source, "rows", ()), held):
             warnings.warn(
                 f"held-out rows: {known} of {len(held)} stand in the training rows, too, so what is measured on them "
@@ -225,29 +218,24 @@ class TextTrainer(Trainer, _OfConfig[_T]):
                 reference.model.to(self.engine.device)
 
     def _given(self, config: _T, rows: list[Row] | None, eval_rows: list[Row] | None) -> _Given:
-        """The rows that were passed, or those of `config.data`; left unread where a stream or kept tokens will do."""
+        """The rows that were passed, or those of `config.data`; left unread where they are streamed."""
         data = config.data
         if rows is not None:
             if data.columns or data.shape or data.attributes:
                 rows = list(in_kind(renamed(rows, data.columns), self.kind, reading_of(data, config.seed)))
-            return _Given("in memory", [(rows, [])], eval_rows or [])
+            return _Given(False, [(rows, [])], eval_rows or [])
         if data.streaming and world_of(data.path) is None:
             held = held_out_of_stream(data, self.kind, config.seed)
-            return _Given("streamed", [], held if eval_rows is None else eval_rows)
-        cached = bool(data.cache) and eval_rows is None
-        if cached and not self.reads_rows and type(self).make_method.__module__.startswith("rlhf_nb."):
-            return _Given("cached", [], [])
+            return _Given(True, [], held if eval_rows is None else eval_rows)
         parts = load_parts(data, self.kind, config.seed)
         held = [row for _, rest in parts for row in rest]
-        return _Given("cached" if cached else "in memory", parts, held if eval_rows is None else eval_rows)
+        return _Given(False, parts, held if eval_rows is None else eval_rows)
 
     def start(self, resume: bool = False, overwrite: bool = False) -> None:
-        """As in `Trainer`; the run's folder keeps what was computed before the first step, so that going on needn't
-        compute it again, and which files were read."""
+        """As in `Trainer`; the run's folder keeps which files were read."""
         begun = self.started
         super().start(resume, overwrite)
         if self.engine.is_main and not begun:
-            keep_starts(self.run_dir.path, self.method.models())
             self._note_reads(resume)
 
     def _note_reads(self, resume: bool) -> None:

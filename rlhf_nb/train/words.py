@@ -22,7 +22,6 @@ from ..data.worlds import model_world, FIRST_WORLD
 from ..models.adapters import Reference, add_lora
 from ..models.heads import RewardModel, ValueModel
 from ..models.policy import load_policy
-from ..models.starts import read_starts
 from ..models.load import ensure_pad, load_tokenizer, pretrained, resize_embeddings
 from ..rewards.base import RewardModelFn
 from .registry import config_of
@@ -267,8 +266,7 @@ def our_arguments(
         if model is None:
             config = config.replace(model={"lora": settings})
         else:
-            kept = read_starts(config.output_dir)
-            model = add_lora(model, LoraSettings(**settings), seed=config.seed, kept=kept)
+            model = add_lora(model, LoraSettings(**settings), seed=config.seed)
     if getattr(model, "peft_config", None) and "lr" not in config.optimizer.model_fields_set:
         config = config.replace(optimizer={"lr": config.replace(model={"lora": {}}).optimizer.lr})
     named: str | None = getattr(model, "name_or_path", None)

@@ -124,7 +124,7 @@ class Pool:
         self.readers, self.config, self.path = readers, readers[0].config, readers[0].path
         self.label = f"{readers[0].label} and {len(readers) - 1} other seed{'s' if len(readers) > 2 else ''}"
         self.events: list[dict[str, Any]] = []
-        shared = [k for k in readers[0].keys if all(k in r.keys for r in readers) and not k.endswith("_stderr")]
+        shared = [k for k in readers[0].keys if not k.endswith("_stderr") and all(len(r.means(k)[0]) for r in readers)]
         self.keys = [*shared, *(f"{k}_stderr" for k in shared)]
 
     def means(self, key: str) -> tuple[Floats, Floats]:
