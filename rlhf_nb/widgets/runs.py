@@ -8,11 +8,11 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +20,6 @@ from ..console import me
 from ..core import RunError, did_you_mean, printable, t_quantile
 from ..files import open_regular, read_regular, write_whole
 from ..run.health import health_of
-from ..run.log import RunDir, read_metrics
 from ..strict import dotted
 from ..untrusted import json_value
 from .charts import Floats, to_png
@@ -33,8 +32,8 @@ from .report import answer_row, event_text
 from .touch import chart_data, code_html, inert_json
 
 # %% auto #0
-__all__ = ['FORK_METRICS', 'remarks_of', 'Pool', 'pooled_by_seed', 'experiments', 'paired_differences', 'Futures', 'Relative',
-           'compare_futures', 'family', 'settings_compared', 'answers_compared', 'RunComparison', 'Runs', 'runs_told']
+__all__ = ['remarks_of', 'Pool', 'pooled_by_seed', 'experiments', 'paired_differences', 'settings_compared', 'answers_compared',
+           'RunComparison', 'Runs', 'runs_told']
 
 # %% ../../nbs/widgets/runs.ipynb #329853aa
 _NUMBERS = {
@@ -218,102 +217,6 @@ def paired_differences(readers: Sequence[RunReader]) -> list[dict[str, Any]]:
                 rows.append({"what": printable(what), "metric": title, **told})
     return rows
 
-# %% ../../nbs/widgets/runs.ipynb #f595fbc9
-FORK_METRICS = ("eval/gold", "rewards/gold", "objective/scores", "reward", "objective/kl", "loss")
-
-
-class Futures(NamedTuple):
-    """A metric after a fork: its means over the steps that both futures have logged it at."""
-
-    parent: float
-    fork: float
-    steps: int  # how many steps
-    first: int
-    last: int
-
-    def __str__(self) -> str:
-        over = (
-            f"means over {self.steps} steps, {self.first} to {self.last}"
-            if self.steps > 1
-            else f"step {self.first} alone"
-        )
-        return f"{self.fork:.4g} against {self.parent:.4g} ({self.fork - self.parent:+.3g}; {over})"
-
-
-class Relative(NamedTuple):
-    """A run in the family."""
-
-    folder: Path
-    depth: int
-    at: int | None  # of a fork
-    changed: list[str]
-    parent: Path | None
-
-
-def compare_futures(
-    parent: str | Path, child: str | Path, at: int, keys: Iterable[str] = FORK_METRICS
-) -> dict[str, Futures]:
-    """Means of some metrics over the steps that two futures have both made after they parted, by name.
-
-    Args:
-        parent, child: folders.
-        at: the last step that they share.
-        keys: metrics of steps or evaluations.
-    """
-    logs = [
-        [e for e in read_metrics(p) if e.get("type") in ("step", "eval") and int(e["step"]) > at]
-        for p in (parent, child)
-    ]
-    out = {}
-    for key in keys:
-        a, b = ({int(e["step"]): float(e[key]) for e in log if isinstance(e.get(key), int | float)} for log in logs)
-        both = sorted(set(a) & set(b))
-        if both:
-            mine, theirs = (sum(values[s] for s in both) / len(both) for values in (b, a))
-            out[key] = Futures(theirs, mine, len(both), both[0], both[-1])
-    return out
-
-
-def family(folder: str | Path) -> list[Relative]:
-    """A run's oldest ancestor and all that was forked from it, each behind its parent.
-
-    Args:
-        folder: of any of them.
-
-    Raises:
-        RunError: there is no run.
-    """
-    if not RunDir(folder).holds_run():
-        raise RunError(f"{folder} holds no run.")
-    line = [Path(folder).resolve()]  # up, also where a fork lies in another place than its parent
-    while (above := _parent(line[-1])) not in (None, *line) and RunDir(str(above)).holds_run():
-        line.append(Path(str(above)))
-    places = {top for run in line for top in run.parent.glob("*/fork.json")}
-    below: dict[Path | None, list[Path]] = {}
-    for run in [*sorted(file.parent for file in places), *line]:
-        if run not in (known := below.setdefault(_parent(run), [])):
-            known.append(run)
-    out: list[Relative] = []
-
-    def visit(run: Path, depth: int, parent: Path | None) -> None:
-        facts = _facts(run / "fork.json")
-        at = facts.get("at") if type(facts.get("at")) is int else None
-        changed = [printable(str(c)) for c in facts["changed"]] if isinstance(facts.get("changed"), list) else []
-        out.append(Relative(run, depth, at, changed, parent))
-        for child in below.get(run, []):
-            if all(child != r.folder for r in out):
-                visit(child, depth + 1, run)
-
-    visit(line[-1], 0, None)
-    return out
-
-
-def _parent(run: Path) -> Path | None:
-    """The run that a run was forked from."""
-    facts = _facts(run / "fork.json")
-    told, known = str(facts.get("parent")), isinstance(facts.get("parent"), str) and type(facts.get("at")) is int
-    return (run / told).resolve() if known and "\0" not in told else None
-
 # %% ../../nbs/widgets/runs.ipynb #3ca58342
 def settings_compared(readers: Sequence[RunReader]) -> list[dict[str, Any]]:
     """Each setting of some runs, those that differ first."""
@@ -466,19 +369,26 @@ class Runs:
         return sorted(found, key=lambda row: -row["date"])
 
     def futures(self, name: str) -> list[dict[str, Any]]:
-        """A run's oldest ancestor and all that was forked from it, each behind its parent; empty where nothing was.
+        """A run's oldest ancestor in the folder and all that was forked from it, each behind its parent; empty where
+        nothing was.
 
         Args:
             name: as in the table.
         """
-        with suppress(RunError):  # another program's run has none
-            named = {path.resolve(): n for n, path in self.paths.items()}
-            told = [r for r in family(self.place(name)) if r.folder in named]
-            rows = [
-                {"name": named[r.folder], "depth": r.depth, "at": r.at, "changed": "; ".join(r.changed)} for r in told
-            ]
-            return rows if len(rows) > 1 else []
-        return []
+        rows = {r["name"]: r for row in self.rows() for r in (row["stages"] or [row])}
+        below: dict[str, list[str]] = {}
+        for row in rows.values():
+            below.setdefault(row["parent"], []).append(row["name"])
+        line = [name]
+        while (above := rows.get(line[-1], {}).get("parent")) in rows and above not in line:
+            line.append(above)
+        found, waiting = dict[str, dict[str, Any]](), [(line[-1], 0)]
+        while waiting:
+            at, depth = waiting.pop()
+            if at in rows and at not in found:
+                found[at] = {"name": at, "depth": depth, "at": rows[at]["at"], "changed": rows[at]["changed"]}
+                waiting += [(child, depth + 1) for child in reversed(sorted(below.get(at, [])))]
+        return [*found.values()] if len(found) > 1 else []
 
     def note(self, name: str, text: str) -> None:
         """Write a note beside a run (`notes.json` in its folder), in the place of the one before.
