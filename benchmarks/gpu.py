@@ -11,7 +11,8 @@ out-of-memory ends one measurement, not its part. What was measured stands in FO
 tables for docs/results.md in FOLDER/table.md, bars first; FOLDER/log.txt has what the parts printed. There are no other files.
 
     correct  log-probs, gradients, sampler, trees against transformers in float64; host syncs a step; tests of numerics on the device
-    train    SFT, DPO, GRPO, PPO, reward model on a 0.5B shape: tokens/s, MFU, peak and predicted peak; fast paths off; TRL
+    train    SFT, DPO, GRPO, PPO, reward model on a 0.5B shape: tokens/s, MFU, peak and predicted peak; fast paths off
+    peers    DPO and GRPO beside TRL on the same rows, in turn
     decode   tokens/s of 1, 8, 64, 256 rows against the floor of the memory's bandwidth; recorded graphs off; a draft; `generate`; vLLM
     switches attention with and without padding, by each kernel; graphs, pinned memory, segments that grow; compiled
     t4       15 GB at most, fp16 with loss scaling, no bf16, no FlashAttention: PPO 1.5B, QLoRA, GRPO 0.5B; and 12, 8 and 6 GB
@@ -42,7 +43,7 @@ from typing import Any
 import harness
 
 PARTS = {  # in order of their worth, with the seconds that each may take; few need them all
-    "correct": 85, "train": 110, "decode": 60, "switches": 60, "t4": 95, "larger": 55, "memory": 40, "resume": 35, "ranks": 45,
+    "correct": 80, "train": 45, "peers": 150, "decode": 50, "switches": 45, "t4": 75, "larger": 40, "memory": 25, "resume": 45, "ranks": 15,
 }  # fmt: skip
 LUGGAGE_MB = 40  # with a checkout of some 20 MB
 LOG_BYTES = 1 << 19  # of each part's output that is kept
@@ -232,13 +233,13 @@ def bars(job: dict[str, Any], results: dict[str, Any]) -> list[tuple[str, str, A
     cards = ("PPO 1.5B, LoRA Hydra, 15 GB", "GRPO 0.5B, all weights, 8 × 256 tokens, 12 GB")
     found = [
         one("MFU of SFT", "train", f"sft {of}", "MFU", least=0.45),
-        one("DPO against TRL", "train", f"dpo {of}, TRL in turn", "ratio", least=1.5),
-        one("GRPO against TRL", "train", f"grpo {of}, TRL in turn", "ratio", least=2),
+        one("DPO against TRL", "peers", f"dpo {of}, TRL in turn", "ratio", least=1.5),
+        one("GRPO against TRL", "peers", f"grpo {of}, TRL in turn", "ratio", least=2),
         *(
             one(f"decoding against its floor, {n}", "decode", f"{n} rows", "share of the floor's speed", least=0.5)
             for n in ((1, 4) if job["tiny"] else (1, 8, 64, 256))
         ),
-        one("GB of PPO 1.5B, LoRA Hydra, 20 steps", "t4", cards[0], "peak GB", most=15),
+        one("GB of PPO 1.5B, LoRA Hydra, 6 steps", "t4", cards[0], "peak GB", most=15),
         one("GB of GRPO 0.5B, all weights", "t4", cards[1], "peak GB", most=12),
         *(
             one(f"host syncs a step, {m}", "correct", f"host syncs, {m}", "syncs a step", most=2)

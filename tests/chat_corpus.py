@@ -1,6 +1,6 @@
 """Dialogues that every family's template is tried on, and what the models' own templates make of them.
 
-`python tests/chat_corpus.py FOLDER` renders the dialogues by the templates `FOLDER/NAME.jinja`, as their models ship them, and writes
+`python tests/chat_corpus.py FOLDER` renders the dialogues by the templates `FOLDER/NAME.jinja`, as their models ship them, into
 `tests/data/chat_renderings.json`: for each dialogue and each of its answers the text that asks for it, and the text that ends in it; null where
 the template refuses. Each text is [how many characters of the one before it begins with, the rest]. The day stands as DATE.
 """
@@ -109,12 +109,13 @@ def renderings(template: str, name: str, dialogue: str) -> list[str] | None:
 
 
 if __name__ == "__main__":
-    found: dict[str, Any] = {}
-    for path in sorted(Path(sys.argv[1]).glob("*.jinja")):
+    found: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
+    for path in Path(sys.argv[1]).glob("*.jinja"):
+        found[path.stem] = {}
         template = path.read_text(encoding="utf-8")
         for dialogue in DIALOGUES:
             texts = renderings(template, path.stem, dialogue)
             before = ["", *(texts or [])]
             parts = [[len(os.path.commonprefix([a, b])), b] for a, b in zip(before, texts or ())]
-            found.setdefault(path.stem, {})[dialogue] = None if texts is None else [[n, b[n:]] for n, b in parts]
-    FILE.write_text(json.dumps(found, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+            found[path.stem][dialogue] = None if texts is None else [[n, b[n:]] for n, b in parts]
+    FILE.write_text(json.dumps(dict(sorted(found.items())), ensure_ascii=False, indent=1) + "\n", encoding="utf-8")

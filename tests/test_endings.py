@@ -12,6 +12,7 @@ from command import call
 from rlhf_nb.data import toy
 from rlhf_nb.models.heads import RewardModel
 from rlhf_nb.models.load import save_model
+from rlhf_nb.pipeline.results import show_results
 from rlhf_nb.run.health import CHECKS
 from rlhf_nb.sequential import ALPHA
 
@@ -77,6 +78,16 @@ def test_what_went_wrong_is_named_at_the_end_and_the_next_lines_run(
     if disease == "healthy":
         for line in following:
             call(*shlex.split(line)[1:])
+
+
+def test_a_pipeline_ends_with_a_question_of_its_world(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What to type next is said of the last run as its own end says it: by its data and the model it began with."""
+    save_model(toy.build_model(0, "tiny"), TOK, tmp_path / "ppo" / "model")
+    (tmp_path / "ppo" / "config.yaml").write_text("model: {name_or_path: runs/sft/model}\ndata: {path: toy}\n")
+    show_results(
+        {"samples": [], "policies": {"ppo": {"gold": 1.0, "gold_std": 0.1, "length": 3.0}}, "stages": {}}, tmp_path
+    )
+    assert f"sample {tmp_path}/ppo/model 'Visitor:" in capsys.readouterr().out
 
 
 def test_the_light_of_lengths_is_seldom_wrong_and_sees_a_collapse() -> None:

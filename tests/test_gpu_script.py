@@ -115,7 +115,7 @@ def test_one_measurement_that_fails_is_a_reason_and_the_next_goes_on() -> None:
         except Exception:  # as a library does that goes on without what failed
             time.sleep(60)
 
-    assert attempt(full) == {"what": "it", "reason": "out of memory: CUDA out of memory"}
+    assert attempt(full) == {"what": "it", "reason": "out of memory: CUDA out of memory. Tried to allocate 9.00 GiB"}
     assert "ended early" in attempt(gone)["reason"] and attempt(wrong)["reason"] == "RuntimeError: no kernel"
     begun = time.monotonic()
     assert "given up" in attempt(hangs, most=0.2)["reason"] and time.monotonic() - begun < 5
@@ -181,7 +181,7 @@ def test_a_wheel_is_brought_without_other_cards_libraries(tmp_path: Path) -> Non
 
 def test_bars_say_what_is_missing_and_what_is_met() -> None:
     row = {"what": "sft 0.5B", "MFU": 0.5, "predicted ÷ peak": 1.3, "finite": True}
-    parts = {"train": {"seconds": 1, "reason": "its limit", "rows": [row]}, "t4": {"seconds": 0, "reason": "not begun", "rows": []}}  # fmt: skip
+    parts = {"train": {"seconds": 1, "reason": "", "rows": [row]}, "peers": {"seconds": 1, "reason": "its limit", "rows": []}, "t4": {"seconds": 0, "reason": "not begun", "rows": []}}  # fmt: skip
     found = {bar[0]: bar[1:] for bar in gpu.bars(JOB | {"device": "cuda"}, parts)}
     assert found["MFU of SFT"] == ("≥ 0.45", 0.5, True)
     assert found["DPO against TRL"] == ("≥ 1.5", "its limit", "not measured")

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, Protocol
 
 from ..config import DataConfig
@@ -126,9 +127,10 @@ def raw_rows(data: DataConfig, split: str | None = None, streaming: bool | None 
         try:
             opened = open_rows(name, f"{cut}[:{many}]", data.subset, False, data.revision or commit)
         except DataError as e:
+            why = shorten(str(e).splitlines()[0], 200, placeholder=" ...")
             warnings.warn(
-                f"data={place} is {many} rows of the hub's {name}, which can't be had ({str(e).splitlines()[0]:.200}); "
-                f"{many} pairs of the toy world stand in for them: data={FIRST_WORLD.name} says so, too.",
+                f"data={place} is {many} rows of the hub's {name}, which can't be had ({why}); {many} pairs of "
+                f"the toy world stand in for them: data={FIRST_WORLD.name} asks for these by name.",
                 DataWarning,
                 stacklevel=2,
             )

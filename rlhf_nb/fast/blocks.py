@@ -12,22 +12,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .attention import Branches, Flat, AttentionShape, branch_attention, row_attention
-from .linear import Projection, gated_silu, rms_norm, rotary_table, rotate
+from .kernels import fused, turn
+from .linear import Projection, gated_silu, may_add_in_place, rms_norm, rotary_table, rotate
 
 # %% auto #0
 __all__ = ['Make', 'Layer', 'attention_shape', 'Blocks', 'decode_states']
 
 # %% ../../nbs/fast/blocks.ipynb #2f84f3a9
-def _norm(module: nn.Module, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    "The norm as one functional call (of float32 states), or the module itself."
+def _norm(module: nn.Module, dtype: torch.dtype, rounded: bool = True) -> Callable[[Tensor], Tensor]:
+    "The norm as one functional call (of float32 states; on a GPU with kernels of any), or the module itself."
     m: Any = module
-    if (
-        dtype in (torch.float32, torch.bfloat16)
-        and m.weight.dtype == torch.float32
-        and type(module).__name__.endswith("RMSNorm")
-        and "forward" not in module.__dict__
-    ):
-        return lambda x: rms_norm(x, m.weight, m.variance_epsilon)
+    if type(module).__name__.endswith("RMSNorm") and "forward" not in module.__dict__:
+        wide = dtype in (torch.float32, torch.bfloat16) and m.weight.dtype == torch.float32
+        if wide or (m.weight.is_cuda and fused(m.weight.device)):
+            return lambda x: rms_norm(x, m.weight, m.variance_epsilon, rounded)
     return module
 
 
@@ -59,7 +57,8 @@ class Layer:
     def mlp(self, x: Tensor) -> Tensor:
         "x plus the feed-forward block of x."
         h = self.up.parts(self.norm2(x))
-        if self.gated and type(self.act).__name__ in ("SiLU", "SiLUActivation") and h[0].device.type == "cpu":
+        ours = not h[0].is_cuda or fused(h[0].device)
+        if ours and self.gated and type(self.act).__name__ in ("SiLU", "SiLUActivation"):
             return self.down.add_to(x, gated_silu(h[0], h[1]))
         return self.down.add_to(x, self.act(h[0]) * h[1] if self.gated else self.act(h[0]))
 
@@ -103,6 +102,27 @@ def attention_shape(body: nn.Module) -> AttentionShape:
     return AttentionShape(weight.device, dtype, heads, kv_heads, size)
 
 
+class _AddedRows(torch.autograd.Function):
+    """Embeddings whose gradient is added to the matrix that the head has begun; a GPU's sparse one makes the host
+    wait."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, pad: int | None) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.own, ctx.pad = weight, pad
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        (ids,), w = ctx.saved_tensors, ctx.own
+        g = g.to(w.dtype) if ctx.pad is None else g.to(w.dtype).masked_fill(ids[:, None] == ctx.pad, 0)
+        if may_add_in_place(w) and w.grad is not None:
+            w.grad.index_add_(0, ids, g)
+            return None, None, None
+        return None, torch.zeros_like(w).index_add_(0, ids, g), None
+
+
 class Blocks:
     """A decoder as a short list of layers over its own modules; the sampler and the scorer both run it.
 
@@ -127,14 +147,18 @@ class Blocks:
             _gpt2_layer(block, make) if self.learned_positions else _llama_layer(block, make, dtype)
             for block in self.modules
         ]
-        self.norm = _norm(b.ln_f if self.learned_positions else b.norm, dtype)
+        self.norm = _norm(b.ln_f if self.learned_positions else b.norm, dtype, False)  # heads may want all its digits
 
     def embed(self, ids: Tensor, positions: Tensor, sparse: bool = False) -> Tensor:
         """[M, H]: what enters the first block; a sparse gradient saves a matrix where the head adds a dense one
         anyway."""
         layer = self.body.wte if self.learned_positions else self.body.embed_tokens
         plain = sparse and type(layer) is nn.Embedding and layer.max_norm is None and not layer.scale_grad_by_freq
-        x: Tensor = F.embedding(ids, layer.weight, layer.padding_idx, sparse=True) if plain else layer(ids)
+        x: Tensor
+        if plain and ids.is_cuda:
+            x = _AddedRows.apply(ids, layer.weight, layer.padding_idx)  # type: ignore[no-untyped-call]
+        else:
+            x = F.embedding(ids, layer.weight, layer.padding_idx, sparse=True) if plain else layer(ids)
         return x + self.body.wpe(positions) if self.learned_positions else x
 
 # %% ../../nbs/fast/blocks.ipynb #92cf4ecb
@@ -183,7 +207,9 @@ def decode_states(
 
     def pass_through(layer: Layer, x: Tensor, wanted: Tensor | None) -> Tensor:
         q, k, v = layer.queries_keys_values(x, blocks.heads, blocks.kv_heads)
-        if table is not None:
+        if table is not None and q.is_cuda and fused(q.device):
+            q, k = turn(q, k, *table)
+        elif table is not None:
             q, k = rotate(q, *table), rotate(k, *table)
         found = None if flat is None else flat(q, k, v, layer.scale)
         if found is not None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..core import safe_point
 from .blocks import Blocks
+from .kernels import fused, turn_into
 from .linear import Projection, rotary_table
 from .attention import row_attention
 from .graph import Replay
@@ -55,8 +56,10 @@ class FastDecoder(Blocks):
     def __init__(self, model: nn.Module, dtype: torch.dtype, length: int, max_bytes: int = 1 << 28) -> None:
         m: Any = model
         body, blocks = (m.transformer, m.transformer.h) if hasattr(m, "transformer") else (m.model, m.model.layers)
-        size = sum(p.numel() for p in blocks.parameters())
-        super().__init__(body, dtype, copied(body.get_input_embeddings().weight, dtype, size, max_bytes))
+        size, table = sum(p.numel() for p in blocks.parameters()), body.get_input_embeddings().weight
+        if table.is_cuda and torch.cuda.is_available():  # a sixteenth of a card's memory is no matter
+            max_bytes = max(max_bytes, torch.cuda.get_device_properties(table.device).total_memory // 16)
+        super().__init__(body, dtype, copied(table, dtype, size, max_bytes))
         self.head, self.length = Projection([m.lm_head], self.fuse, dtype), length
         self.copies = (size + m.lm_head.weight.numel()) * dtype.itemsize if self.fuse else 0  # bytes, at most
         on_cpu = (
@@ -88,7 +91,10 @@ class FastDecoder(Blocks):
             if layer.q_norm is not None and layer.k_norm is not None:
                 qkv[:, :heads] = layer.q_norm(qkv[:, :heads])
                 qkv[:, heads : heads + kv_heads] = layer.k_norm(qkv[:, heads : heads + kv_heads])
-            if cos is not None and sin is not None:
+            if cos is not None and sin is not None and qkv.is_cuda and fused(qkv.device):
+                qk = qkv[:, : heads + kv_heads]
+                turn_into((qk,), (qk,), cos, sin)
+            elif cos is not None and sin is not None:
                 qk = qkv[:, : heads + kv_heads]
                 turned = qk.roll(self.head_dim // 2, -1)
                 qk.mul_(cos).addcmul_(turned, sin)
@@ -170,7 +176,7 @@ def decode_step(decoder: FastDecoder, slots: Slots, choose: Choose, column: Tens
             q, scale = q * scale, 1.0
         q = q.reshape(n * kv_heads, heads // kv_heads, -1).to(cache.dtype)
         k, v = past[2 * index : 2 * index + 2]
-        return _one_query(q, k, v, mask, scale).view(n, -1)
+        return _one_query(q, k, v, mask, scale).reshape(n, -1)  # some kernels lay heads out otherwise
 
     hidden = decoder.hidden_states(slots.tokens[:n], slots.positions[:n], attend)
     slots.put(*choose(decoder.logits(hidden), slots.numbers(), slots.place[:n] // slots.ids.shape[1]))

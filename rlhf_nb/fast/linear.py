@@ -15,12 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from . import kernels
 from .support import enabled
 from .workers import HUGE
 
 # %% auto #0
-__all__ = ['PACK', 'rms_norm', 'rotate', 'rotary_table', 'plain_weight', 'half_copies', 'half_of', 'rounded_products',
-           'gated_silu', 'pays_to_pack', 'Projection']
+__all__ = ['PACK', 'rms_norm', 'rotate', 'rotary_table', 'plain_weight', 'gradients_in_place', 'may_add_in_place', 'add_product',
+           'half_copies', 'half_of', 'rounded_products', 'gated_silu', 'pays_to_pack', 'Projection']
 
 # %% ../../nbs/fast/linear.ipynb #bbea6e03
 def _normalised(x: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -49,16 +50,21 @@ class _RMSNorm(torch.autograd.Function):
         return (g * w).addcmul_(xhat, mean).mul_(r), dw, None
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, rounded: bool = False) -> Tensor:
     """Root-mean-square normalisation over the last dimension.
 
     Args:
         x: [..., H].
         weight: [H], one factor per feature.
         eps: added to the mean square.
+        rounded: the result only enters products, so that it may be in autocast's number format already; ours for GPUs
+            does it (`fast.kernels`).
 
     Source: Zhang & Sennrich, arXiv 1910.07467.
     """
+    if x.is_cuda and kernels.fused(x.device):
+        cast = rounded and torch.is_autocast_enabled(x.device.type)
+        return kernels.norm(x, weight, eps, torch.get_autocast_dtype(x.device.type) if cast else x.dtype)
     if x.device.type != "cpu":  # elsewhere PyTorch has a kernel of its own
         return F.rms_norm(x, weight.shape, weight, eps)
     if not torch.is_grad_enabled():
@@ -140,6 +146,70 @@ def plain_weight(module: nn.Module) -> tuple[Tensor, Tensor | None] | None:
             merged = merged + (delta.t() if layer.fan_in_fan_out else delta)
     return merged, bias
 
+# %% ../../nbs/fast/linear.ipynb #fa57ce32
+class _InPlace:
+    """Whether layers may add to `weight.grad` themselves: how many backward passes have said so
+    (`gradients_in_place`)."""
+
+    allowed = 0
+    lock = Lock()
+
+
+@contextmanager
+def gradients_in_place(allowed: bool = True) -> Iterator[None]:
+    """Inside, `backward()` adds the gradients of the head, and on a GPU those of all layers, to `weight.grad` itself:
+    one or two matrices of the head's size less at the peak, and sums that stay in fp32.
+
+    Args:
+        allowed: only True where nothing else waits for that gradient: `torch.autograd.grad` would not return it, and
+            other
+            processes would not receive it. Weights with hooks are left to autograd anyway.
+    """
+    allowed = allowed and enabled()
+    with _InPlace.lock:
+        _InPlace.allowed += allowed
+    try:
+        yield
+    finally:
+        with _InPlace.lock:
+            _InPlace.allowed -= allowed
+
+
+def may_add_in_place(w: Tensor) -> bool:
+    """Whether a backward pass may add to a weight's gradient itself now.
+
+    Args:
+        w: the weight; where it has hooks, they must see the gradient.
+    """
+    hooks = w._backward_hooks or getattr(w, "_post_accumulate_grad_hooks", None)
+    return _InPlace.allowed > 0 and w.is_leaf and not hooks
+
+
+def add_product(total: Tensor | None, g: Tensor, x: Tensor, whole: bool = False) -> Tensor:
+    """total + gᵀ x; parts add up in at least fp32, a whole needs no sum.
+
+    Args:
+        total: [V, H], which is overwritten; None: 0.
+        g: [N, V]; x: [N, H].
+        whole: no other part follows.
+    """
+    if total is not None and total.dtype == g.dtype:
+        return total.addmm_(g.T, x)
+    if g.is_cuda and g.dtype.itemsize == 2 and not whole and hasattr(torch.ops.aten.addmm, "dtype_out"):
+        ops: Any = torch.ops.aten  # sums stay in fp32 from the first product to the last
+        wide = torch.float32
+        if total is None:
+            return ops.mm.dtype(g.T, x, wide)  # type: ignore[no-any-return]
+        return ops.addmm.dtype_out(total, g.T, x, wide, out=total)  # type: ignore[no-any-return]
+    part = g.T @ x
+    if total is not None:
+        for rows, more in zip(
+            torch.split(total, 4096), torch.split(part, 4096)
+        ):  # widened a piece at a time, not as a whole matrix
+            rows += more
+        return total
+    return part.float() if not whole and part.dtype in (torch.bfloat16, torch.float16) else part
+
 # %% ../../nbs/fast/linear.ipynb #5b1e0a02
 class _Copies:
     """Weights that don't change for a while, each rounded when it is first asked for.
@@ -173,7 +243,7 @@ def half_copies(module: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
     instead of making one at each call.
 
     Args:
-        module: on a CPU; its weights don't change inside. Replicas of it share the copies, because they share the
+        module: its weights don't change inside. Replicas of it share the copies, because they share the
             weights. Above a billion parameters nothing is kept: copies are half as large as the model.
         dtype: of products; None, or float32 and wider: nothing is copied.
     """
@@ -193,8 +263,8 @@ def half_copies(module: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
 
 
 def _is_wide(w: Tensor) -> bool:
-    """Whether a weight is rounded for products: float32 on a CPU."""
-    return w.device.type == "cpu" and w.dtype == torch.float32
+    """Whether a weight is rounded for products."""
+    return w.device.type in ("cpu", "cuda") and w.dtype == torch.float32
 
 
 def _key(w: Tensor) -> tuple[int, torch.Size]:
@@ -218,7 +288,7 @@ class _RoundedProducts(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype, *parts: Tensor | None) -> tuple[Tensor, ...]:
         half = x.to(dtype)
         copies = [half_of(w, dtype) for w in parts[::2] if w is not None]
-        ctx.kind, ctx.biased = x.dtype, [b is not None for b in parts[1::2]]
+        ctx.kind, ctx.biased, ctx.own = x.dtype, [b is not None for b in parts[1::2]], parts[::2]
         ctx.save_for_backward(half, *copies)
         with torch.autocast(x.device.type, enabled=False):
             return tuple(
@@ -233,24 +303,35 @@ class _RoundedProducts(torch.autograd.Function):
         out: list[Tensor | None] = []
         with torch.autocast(half.device.type, enabled=False):
             for i, (g, w) in enumerate(zip(gradients, copies, strict=True)):
-                if ctx.needs_input_grad[0]:
+                if ctx.needs_input_grad[0] and total is not None and g.is_cuda:
+                    total = torch.addmm(total, g, w)
+                elif ctx.needs_input_grad[0]:
                     part = g @ w
-                    total = part.to(ctx.kind) if total is None else total.add_(part)
-                out.append((g.t() @ half).float() if ctx.needs_input_grad[2 + 2 * i] else None)
+                    total = part if g.is_cuda else part.to(ctx.kind) if total is None else total.add_(part)
+                own = ctx.own[i]
+                if not ctx.needs_input_grad[2 + 2 * i]:
+                    out.append(None)
+                elif g.is_cuda and may_add_in_place(own):
+                    own.grad = add_product(own.grad, g, half)
+                    out.append(None)
+                else:
+                    out.append(add_product(None, g, half) if g.is_cuda else (g.t() @ half).float())
                 out.append(g.sum(0, dtype=torch.float32) if ctx.biased[i] and ctx.needs_input_grad[3 + 2 * i] else None)
-        return total, None, *out
+        return None if total is None else total.to(ctx.kind), None, *out
 
 
 def rounded_products(x: Tensor, modules: list[nn.Module]) -> list[Tensor] | None:
-    """What linear layers make of one input under autocast on a CPU; None where calling them is right.
+    """What linear layers make of one input under autocast, on a CPU or a GPU with our kernels; None where calling them
+    is right.
 
     Args:
         x: [M, H].
         modules: side by side.
     """
-    if x.device.type != "cpu" or x.dim() != 2 or not torch.is_autocast_enabled("cpu"):
+    kind = x.device.type
+    if not (kind == "cpu" or kernels.fused(x.device)) or x.dim() != 2 or not torch.is_autocast_enabled(kind):
         return None
-    dtype, parts = torch.get_autocast_dtype("cpu"), [plain_weight(m) if type(m) is nn.Linear else None for m in modules]
+    dtype, parts = torch.get_autocast_dtype(kind), [plain_weight(m) if type(m) is nn.Linear else None for m in modules]
     plain = [p for p in parts if p is not None]
     if (
         dtype.itemsize >= 4
@@ -283,6 +364,8 @@ def gated_silu(a: Tensor, b: Tensor) -> Tensor:
     Args:
         a, b: of one shape and number format.
     """
+    if a.is_cuda and kernels.fused(a.device):
+        return kernels.gate(a, b)
     if not torch.is_grad_enabled():
         return F.silu(a).mul_(b)
     return _GatedSilu.apply(a, b)  # type: ignore[no-any-return, no-untyped-call]
@@ -366,8 +449,18 @@ class Projection:
             return rounded_products(x, self.modules) or [m(x) for m in self.modules]
         return [self(x)] if len(self.modules) == 1 else list(torch.split(self(x), self.sizes, -1))
 
+    def widens(self, residual: Tensor, x: Tensor) -> bool:
+        "Whether a GPU can add the product of half-precision numbers to a float32 residual, in place, for sampling."
+        halves = self.weight is not None and self.bias is None and x.dtype == self.dtype and x.dtype.itemsize == 2
+        there = x.is_cuda and residual.dtype == torch.float32 and hasattr(torch.ops.aten.addmm, "dtype_out")
+        return halves and there and not torch.is_grad_enabled() and enabled()
+
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        "residual + projection of x, in one kernel where dtypes allow it."
+        "residual + projection of x, in one kernel where dtypes allow it; a sampler's residual may be overwritten."
+        if self.widens(residual, x):  # one product into float32, and nothing beside it
+            add: Any = torch.ops.aten.addmm.dtype_out
+            weight: Any = self.weight
+            return add(residual, x, weight.t(), torch.float32, out=residual)  # type: ignore[no-any-return]
         if self.weight is None or residual.dtype != self.dtype or x.dtype != self.dtype:
             return residual + self(x)
         if self.packed:

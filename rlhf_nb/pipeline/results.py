@@ -17,6 +17,7 @@ from ..console import me
 from ..core import printable
 from ..data.worlds import model_world, world_of
 from ..files import read_regular
+from ..strict import read_config_file
 from ..train.registry import of
 from ..train.stage import StageResult
 from ..untrusted import MAX_LINE
@@ -131,4 +132,6 @@ def show_results(results: dict[str, Any], path: Path) -> None:
     console.print(printable(f"All numbers: {path / 'results.json'}"), soft_wrap=True, markup=False)
     last = path / next(reversed(results["policies"]), "")
     if (last / "model").is_dir():
-        console.print(printable(next_told("policy", last / "model", last)), soft_wrap=True, markup=False)
+        told = read_config_file(last) if (last / "config.yaml").is_file() else {}
+        began, data = told.get("model", {}).get("name_or_path"), told.get("data", {}).get("path")
+        console.print(printable(next_told("policy", last / "model", last, began, data)), soft_wrap=True, markup=False)

@@ -495,8 +495,8 @@ class Engine:
         return crew.run(alone, micros, [method.cost(micro) for micro in micros])
 
     def steady(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Inside, a module's weights don't change: where a CPU computes in bf16, each is rounded once."""
-        here = self.device.type == "cpu" and self.strategy.name in ("single", "ddp")  # else weights come and go
+        """Inside, a module's weights don't change: where they are rounded for products, each is rounded once."""
+        here = self.strategy.name in ("single", "ddp")  # else weights come and go
         return half_copies(module, self.precision.compute_dtype if here else None)
 
     def _one_by_one(

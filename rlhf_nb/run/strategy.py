@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..config import OptimizerConfig
 from ..core import CheckpointError, ConfigError, ModelError, RunError
-from ..scoring.head import gradients_in_place
+from ..fast.linear import gradients_in_place
 
 # %% auto #0
 __all__ = ['Rates', 'lr_factor', 'build_optimizer', 'Together', 'global_norm', 'nonfinite_parameter', 'trained_tensors',

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from ..core import ConfigError, ModelError, Precision
+from ..fast.kernels import fused
 from ..train.registry import Held, MethodInfo, get, of
 
 # %% auto #0
@@ -135,6 +136,7 @@ class NumberFormat(NamedTuple):
     cast: float  # autocast's copy of a trained weight
     frozen: float
     compute: float  # activations and cache
+    kernels: bool = False  # whether `fast.kernels` run, which keep less
 
     @property
     def residual(self) -> float:
@@ -164,7 +166,9 @@ def engine_format(precision: Precision, quantized: bool = False) -> NumberFormat
     """
     chosen = NUMBER_FORMATS["fp32" if precision.compute_dtype == torch.float32 else "amp"]
     frozen = 0.5 if quantized else float(precision.frozen_dtype.itemsize)
-    return chosen._replace(frozen=frozen)
+    half = precision.device.type == "cuda" and precision.compute_dtype == torch.bfloat16  # such cards have our kernels
+    kernels = half and (fused(precision.device) or not torch.cuda.is_available())
+    return chosen._replace(frozen=frozen, kernels=kernels)
 
 # %% ../../nbs/scale/topology.ipynb #7ee183b5
 @dataclass(frozen=True)
@@ -271,8 +275,11 @@ def layer_activations(shape: DecoderShape, job: Job, row: int = 0) -> float:
     """
     h, a, f = shape.hidden, shape.attention, shape.inner
     adapters = 0 if job.lora is None else job.lora * len(shape.matrices)
-    saved = 3 if shape.saved == 4 and job.device == "cpu" else shape.saved  # `fast.linear.gated_silu`
-    kept = 2 * h + 4 * a + saved * f + adapters
+    few = shape.saved == 4 and (job.device == "cpu" or job.format.kernels)  # `fast.linear.gated_silu`
+    rotated = (
+        2 * a + 2 * shape.keys if job.format.kernels else 4 * a
+    )  # queries and keys before they are turned are let go
+    kept = 2 * h + rotated + (3 if few else shape.saved) * f + adapters
     return 2 * h * job.format.residual + kept * job.format.compute + 4.0 * (shape.heads + row)
 
 

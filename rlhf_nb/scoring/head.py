@@ -14,15 +14,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..core import ConfigError, ModelError
-from ..fast.linear import half_of
+from ..fast import kernels
+from ..fast.linear import add_product, half_of, may_add_in_place
 from ..fast.support import enabled
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 # %% auto #0
-__all__ = ['KEEP_LOGITS', 'CHUNK_LOGITS', 'CHUNK_GRADIENT', 'CHUNK_ROWS', 'HeadOptions', 'gradients_in_place', 'head_logps',
-           'read_head', 'logit_transform', 'split_head', 'text_config', 'embedding_of', 'width_of']
+__all__ = ['KEEP_LOGITS', 'CHUNK_LOGITS', 'CHUNK_GRADIENT', 'CHUNK_ROWS', 'HeadOptions', 'head_logps', 'read_head',
+           'logit_transform', 'split_head', 'text_config', 'embedding_of', 'width_of']
 
 # %% ../../nbs/scoring/head.ipynb #20b01249
 KEEP_LOGITS = (
@@ -47,6 +48,12 @@ class HeadOptions(NamedTuple):
     sum_sq: bool = False
     keep: bool = False
     dtype: torch.dtype = torch.float32
+    fused: bool = False  # by two kernels on a GPU, without cap; no wide logits exist
+
+    @property
+    def factor(self) -> float:
+        "What logits are multiplied by where there is no cap."
+        return self.scale / self.temperature
 
 
 class _Room(NamedTuple):
@@ -75,34 +82,6 @@ def _scores(
     return (z if how.scale == how.temperature else z * (how.scale / how.temperature)), None
 
 # %% ../../nbs/scoring/head.ipynb #820dc93b
-class _InPlace:
-    """Whether the head may add to `weight.grad` itself: how many backward passes have said so
-    (`gradients_in_place`)."""
-
-    allowed = 0
-    lock = Lock()
-
-
-@contextmanager
-def gradients_in_place(allowed: bool = True) -> Iterator[None]:
-    """Inside, `backward()` adds the head's gradient to `weight.grad` itself: one or two matrices of the head's size
-    less at the peak.
-
-    Args:
-        allowed: only True where nothing else waits for that gradient: `torch.autograd.grad` would not return it, and
-            other
-            processes would not receive it. Weights with hooks are left to autograd anyway.
-    """
-    allowed = allowed and enabled()
-    with _InPlace.lock:
-        _InPlace.allowed += allowed
-    try:
-        yield
-    finally:
-        with _InPlace.lock:
-            _InPlace.allowed -= allowed
-
-
 def _room(h: Tensor, w: Tensor, how: HeadOptions) -> _Room | None:
     """On a CPU, where logits aren't kept or are to be widened."""
     half = how.dtype.itemsize < 4
@@ -111,20 +90,6 @@ def _room(h: Tensor, w: Tensor, how: HeadOptions) -> _Room | None:
     shape = (min(how.chunk, len(h)), len(w))
     wide = torch.float64 if how.dtype == torch.float64 else torch.float32
     return _Room(h.new_empty(shape, dtype=wide), h.new_empty(shape, dtype=how.dtype) if half else None)
-
-
-def _add_product(total: Tensor | None, g: Tensor, x: Tensor, whole: bool) -> Tensor:
-    """total + gᵀ x; chunks add up in at least fp32, one chunk needs no sum."""
-    if total is not None and total.dtype == g.dtype:
-        return total.addmm_(g.T, x)
-    part = g.T @ x
-    if total is not None:
-        for rows, more in zip(
-            torch.split(total, 4096), torch.split(part, 4096)
-        ):  # widened a piece at a time, not as a whole matrix
-            rows += more
-        return total
-    return part.float() if not whole and part.dtype in (torch.bfloat16, torch.float16) else part
 
 
 class _HeadLogps(torch.autograd.Function):
@@ -138,9 +103,17 @@ class _HeadLogps(torch.autograd.Function):
         wd, bd = half_of(w, how.dtype), None if b is None else b.to(how.dtype)
         room = _room(h, w, how)
         logps, entropy, sum_sq = (torch.zeros(len(h), dtype=wide, device=h.device) for _ in range(3))
+        lp = lse = torch.empty_like(logps) if how.fused else None
         with torch.autocast(h.device.type, enabled=False):
             for i in range(0, len(h), how.chunk):
                 s = slice(i, i + how.chunk)
+                if lse is not None:
+                    z = F.linear(h[s].to(how.dtype), wd, bd)
+                    found = kernels.logit_stats(z, targets[s], how.factor, how.entropy, how.sum_sq)
+                    for into, numbers in zip((logps, lse, entropy, sum_sq), found):
+                        if len(numbers):
+                            into[s] = numbers
+                    continue
                 z = _scores(h[s], wd, bd, how, room)[0]
                 lp = torch.log_softmax(z, -1, out=z if room is not None and not how.keep else None)
                 logps[s] = lp.gather(1, targets[s, None])[:, 0]
@@ -150,7 +123,7 @@ class _HeadLogps(torch.autograd.Function):
                     sum_sq[s] = (2 * lp).logsumexp(-1)
         ctx.how, ctx.own = how, w
         ctx.mark_non_differentiable(sum_sq)
-        ctx.save_for_backward(h, w, b, targets, entropy, lp if how.keep else None)
+        ctx.save_for_backward(h, w, b, targets, entropy, lp if how.keep else lse)
         return logps, entropy, sum_sq
 
     @staticmethod
@@ -162,7 +135,7 @@ class _HeadLogps(torch.autograd.Function):
         dh = torch.empty_like(h) if want_h else None
         dw, db = (torch.zeros_like(x) if want and len(h) == 0 else None for x, want in ((w, want_w), (b, want_b)))
         own = w is ctx.own  # else somebody's hooks on saved tensors gave a copy, whose gradient nobody would find
-        in_place = want_w and own and len(h) > 0 and _InPlace.allowed > 0 and w.is_leaf and not w._backward_hooks
+        in_place = want_w and own and len(h) > 0 and may_add_in_place(w)
         dw = w.grad if in_place else dw
         room = None if how.keep else _room(h, w, how)
         half = (
@@ -177,14 +150,20 @@ class _HeadLogps(torch.autograd.Function):
                 )
                 for i in range(a, a + len(part), how.chunk):
                     s = slice(i, i + how.chunk)
-                    g = _logit_gradient(h[s], wd, bd, targets[s], entropy[s], kept, g_logps[s], g_entropy[s], how, room)
+                    if how.fused:
+                        z, own_entropy = F.linear(h[s].to(how.dtype), wd, bd), entropy[s] if how.entropy else None
+                        slopes = (g_logps[s], g_entropy[s])
+                        g = kernels.logit_slope_(z, targets[s], kept[s], own_entropy, *slopes, how.factor)
+                    else:
+                        more = (kept, g_logps[s], g_entropy[s], how, room)
+                        g = _logit_gradient(h[s], wd, bd, targets[s], entropy[s], *more)
                     rounded = g.to(how.dtype) if waiting is None else waiting[i - a : i - a + len(g)].copy_(g)
                     if dh is not None:
                         dh[s] = rounded @ wd
                     if want_b:
                         db = rounded.sum(0, dtype=g_logps.dtype) if db is None else db.add_(rounded.sum(0))
                 if want_w:
-                    dw = _add_product(dw, rounded if waiting is None else waiting, part.to(how.dtype), wide >= len(h))
+                    dw = add_product(dw, rounded if waiting is None else waiting, part.to(how.dtype), wide >= len(h))
         if in_place and dw is not None:
             w.grad, dw = dw.to(w.dtype), None  # nothing is left for autograd to add
         return dh, None if dw is None else dw.to(w.dtype), None if db is None else db.to(b.dtype), None, None
@@ -267,13 +246,11 @@ def _linear_head(
     cast = torch.is_autocast_enabled(kind) and h.dtype != torch.float64
     grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (h, w, b))
     keep = grad and how.chunk == 0 and how.cap is None and 0 < n * v <= KEEP_LOGITS
+    dtype = torch.get_autocast_dtype(kind) if cast else w.dtype
+    fused = h.is_cuda and not keep and how.cap is None and dtype.itemsize <= 4 and kernels.fused(h.device)
+    more = 8 // dtype.itemsize if fused else 2 if kind == "cpu" else 1  # where memory is used again, rows are cheap
     how = how._replace(
-        chunk=n
-        if keep
-        else how.chunk
-        or (2 if kind == "cpu" else 1) * _chunk_rows(v, kind),  # where memory is used again, more rows are cheap
-        keep=keep,
-        dtype=torch.get_autocast_dtype(kind) if cast else w.dtype,
+        chunk=n if keep else how.chunk or more * _chunk_rows(v, kind), keep=keep, dtype=dtype, fused=fused
     )
     return _HeadLogps.apply(h, w, b, targets, how)  # type: ignore[no-untyped-call, no-any-return]
 

@@ -278,10 +278,10 @@ def completion_logps(
 
 
 def _rounded(c: Completions) -> torch.dtype | None:
-    """What weights are rounded to on a CPU where nobody learns, so that all passes may share one copy; None
-    elsewhere."""
-    alone = c.prompt_ids.device.type == "cpu" and torch.is_autocast_enabled("cpu") and not torch.is_grad_enabled()
-    return torch.get_autocast_dtype("cpu") if alone else None
+    """What weights are rounded to where nobody learns, so that all passes may share one copy; None elsewhere."""
+    kind = c.prompt_ids.device.type
+    alone = torch.is_autocast_enabled(kind) and not torch.is_grad_enabled()
+    return torch.get_autocast_dtype(kind) if alone else None
 
 
 def _token_scores(

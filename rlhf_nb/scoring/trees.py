@@ -3,6 +3,7 @@
 # %% ../../nbs/scoring/trees.ipynb #6ad6d26f
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from ..core import ConfigError, DataError, ModelError
 from ..fast.support import MOVERS, changed, decoder_of
-from ..fast.workers import balance
+from ..fast.workers import alone, balance
 from .head import text_config
 from .packing import Cores, Pack, cut_into_items, pack_alike, locate, pack_rows
 from ..types import Completions
@@ -90,6 +91,11 @@ def _tree_starts(c: Completions, share: Share, width: int, limit: int | None) ->
     return starts
 
 # %% ../../nbs/scoring/trees.ipynb #77e00121
+def _beside(device: torch.device) -> AbstractContextManager[None]:
+    """Around work of the host for a GPU: short operations, which the many cores beside a GPU only hold up."""
+    return alone() if device.type == "cuda" else nullcontext()
+
+
 def pack(
     c: Completions,
     share_prompts: Share = True,
@@ -113,11 +119,12 @@ def pack(
         device: where the result goes; None: where the rows are.
     """
     device, c = device or c.completion_ids.device, c.on_host()  # decided on the host, which knows lengths and masks
-    starts = _tree_starts(c, share_prompts, width, limit)
     wanted = c.real if targets == "all" else c.completion_mask
-    if bool(starts.all()):
-        return pack_rows(c, c.real, wanted).to(device)
-    return _pack_trees(c, c.real, wanted, starts).to(device, branched=True)
+    with _beside(device):
+        starts = _tree_starts(c, share_prompts, width, limit)
+        trees = not bool(starts.all())
+        found = _pack_trees(c, c.real, wanted, starts) if trees else pack_rows(c, c.real, wanted)
+    return found.to(device, branched=trees)
 
 # %% ../../nbs/scoring/trees.ipynb #4d61a1d3
 def plan_passes(
@@ -126,10 +133,11 @@ def plan_passes(
     """Row indices of each forward pass, and whether its rows are trees."""
     if budget < 1:
         raise ConfigError(f"token_budget is {budget}: it is the number of tokens of one forward pass, so at least 1.")
-    b, c = len(c.completion_lens), c.on_host()
+    b, device, c = len(c.completion_lens), c.completion_ids.device, c.on_host()
     if b % unit:
         raise DataError(f"{b} rows can't be split into units of {unit}: rows that belong together must all be there.")
-    items = cut_into_items(c, _tree_starts(c, share, width, budget), unit)
+    with _beside(device):
+        items = cut_into_items(c, _tree_starts(c, share, width, budget), unit)
     if Cores.number == 1:
         return pack_alike(items, budget, max_rows, alike)
     shares = balance([x.work for x in items], Cores.number)
