@@ -788,7 +788,7 @@ def examine(config: Any, start: StageStart | None = None) -> list[Finding]:
                 "judge.model=FOLDER, judge.endpoint.url=... with judge.endpoint.model=NAME, or "
                 "judge.rewards=[{verify: number}]"
             )
-            out.append(Finding("error", "judge is not set", "nobody says which answer is better", fix))
+            out.append(Finding("error", "judge is not set", "nothing says which answer is better", fix))
         return out + check_run_folder(config.output_dir)
     if start is not None:
         out += check_model(start.model_config, config)
