@@ -334,3 +334,28 @@ def test_a_model_of_ones_own_has_no_other_role(role: str, tmp_path: Path) -> Non
     assert world.answers("sft", ["Where do owls live?"], words=2)[1]
     with pytest.raises(ConfigError, match="there is `sft` alone"):
         world.model(role)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", LESSONS, ids=lambda p: p.stem)
+def test_a_stored_figure_is_what_its_code_draws(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of each lesson, which no training comes before: a change of charts shows on stored pages, too. Numbers and texts may differ by CPU."""
+    monkeypatch.setenv("RLHF_NB_LEARN", str(tmp_path / "learn.json"))
+
+    def markup(html: str) -> str:
+        return re.sub(
+            r"[-+−]?\d+\.?\d*", "0", re.sub(r">[^<]*<|data-labels=\"[^\"]*\"|aria-valuetext=\"[^\"]*\"", "><", html)
+        )
+
+    space: dict[str, Any] = {}
+    for cell in (c for c in cells(path) if c["cell_type"] == "code"):
+        html = ["".join(o.get("data", {}).get("text/html", "")) for o in cell["outputs"]]
+        stored = next((h for h in html if h.startswith("<figure")), "")
+        lines = cell["source"].rstrip().splitlines()
+        last = max((i for i, line in enumerate(lines) if line.startswith("learn.Figure")), default=len(lines))
+        exec("\n".join(lines[:last]), space)
+        if stored:
+            drawn = eval("\n".join(lines[last:]), space)._repr_html_()
+            assert markup(drawn) == markup(stored), "execute the lesson again"
+            return
+    raise AssertionError("no figure")
