@@ -88,7 +88,7 @@ class LessonWorld:
     """
 
     def __init__(self, model: str = "toy", seed: int = 0) -> None:
-        self.seed, self._models = seed, dict[str, Any]()
+        self.seed, self._models, self._own = seed, dict[str, Any](), model
         if model == "toy":
             self.tokenizer = toy.build_tokenizer()
         else:
@@ -99,6 +99,8 @@ class LessonWorld:
     def model(self, role: str = "sft") -> Any:
         """The model of a role, loaded once; train a copy of it (`copy.deepcopy`), so that the next cell finds it."""
         if role not in self._models:
+            if self._own != "toy":  # it has other tokens
+                raise ConfigError(f"role: {role!r} belongs to the toy world; of {self._own!r} there is `sft` alone.")
             self._models[role] = shipped_model(role)
         return self._models[role]
 

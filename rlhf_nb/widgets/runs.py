@@ -27,7 +27,7 @@ from .html import table_html
 from .kernel import front_end
 from .panels import AXES, group_panels, page_groups, standing
 from .imported import find_runs, log_files
-from .reader import RunReader
+from .reader import MOST_DRAWN, RunReader
 from .report import answer_row, event_text
 from .touch import chart_data, code_html, inert_json
 
@@ -68,7 +68,7 @@ def _row_of(path: Path, name: str) -> dict[str, Any]:
         "state": status.state, "status": printable(standing(reader)),
         "step": status.step, "total": status.total, "share": share,
         "experiment": hashlib.sha256(_SEEDED.sub(b"", settings)).hexdigest()[:16] if settings else "",
-        "numbers": {n: x for n, x in numbers.items() if x is not None and np.isfinite(x)},
+        "numbers": {n: x for n, x in numbers.items() if x is not None and abs(x) < MOST_DRAWN},
     }  # fmt: skip
 
 
@@ -201,13 +201,13 @@ def paired_differences(readers: Sequence[RunReader]) -> list[dict[str, Any]]:
     Args:
         readers: of runs; those that differ only in their seed are one experiment.
     """
-    groups: dict[str, dict[Any, RunReader]] = {}
+    groups: dict[str, dict[str, RunReader]] = {}
     for reader in readers:
         known = {k: v for k, v in dotted(reader.config).items() if k not in _OF_A_SEED}
-        groups.setdefault(repr(sorted(known.items())), {}).setdefault(reader.config.get("seed"), reader)
+        groups.setdefault(repr(sorted(known.items())), {}).setdefault(repr(reader.config.get("seed")), reader)
     rows, (base, *others) = [], [*groups.values()]
     for other in others:
-        pairs = [(base[s], r) for s, r in other.items() if s is not None and s in base]
+        pairs = [(base[s], r) for s, r in other.items() if s != "None" and s in base]
         for title, keys in _NUMBERS.items():
             gaps = np.array([g for a, b in pairs if (g := _gap(a, b, keys.split())) is not None and np.isfinite(g)])
             if len(gaps):
