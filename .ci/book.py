@@ -418,7 +418,7 @@ def course(site: Site) -> str:
     text = (PAGES / "course.md").read_text(encoding="utf-8")
     listed = "\n".join(f"- [{title(ROOT / 'nbs' / f'{n}.ipynb')}](nbs/{n}.md)" for n in rest)
     site.write("solutions.md", "# Solutions\n\nOne way to solve each exercise, executed. Try first: `learn.hint(NAME)` gives one hint more at each call.\n\n" + toctree([f"nbs/{n}" for n in keys], ":maxdepth: 1"))  # fmt: skip
-    pages = [f"nbs/{n}" for n in lessons + rest] + ["docs/teaching", "solutions"]
+    pages = [f"nbs/{n}" for n in lessons + rest] + ["docs/dojo", "docs/teaching", "solutions"]
     return text.replace("LESSONS", "\n".join(lines)).replace("TUTORIALS", listed) + "\n\n" + toctree(pages)
 
 

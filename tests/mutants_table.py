@@ -57,7 +57,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("cpo", "no smoothing", "logistic(", "(lambda m, e: logistic(m))(", "nb, test_notice::test_smoothing_is_a_mixture_of_both_labels"),
     ("losses.preference:_link", "forward KL with the ratio turned over", "return -torch.expm1((-x).clamp(max=_CAP))", "return torch.expm1(x.clamp(max=_CAP))"),
     ("log_ratios", "the chosen reference on both sides", "wide(pair.rejected) - wide(pair.ref_rejected.detach())", "wide(pair.rejected) - wide(pair.ref_chosen.detach())"),
-    ("_gap", "rejected answers are preferred", "sides[0] - sides[1]", "sides[1] - sides[0]"),
+    ("losses.preference:_gap", "rejected answers are preferred", "sides[0] - sides[1]", "sides[1] - sides[0]"),
     ("robust", "not unbiased", "/ (1 - 2 * label_smoothing)", "/ (1 - label_smoothing)"),
     ("hinge", "the hinge at 2", "1 - beta", "2 - beta"),
     ("_per_token", "both sides by the chosen length", "sides[1] / pair.rejected_lens", "sides[1] / pair.chosen_lens"),

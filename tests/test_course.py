@@ -22,7 +22,9 @@ import yaml
 
 from rlhf_nb import learn
 from rlhf_nb.core import ConfigError
+from rlhf_nb.data import toy
 from rlhf_nb.learn.checks import judge, run_again
+from rlhf_nb.learn.world import LessonWorld
 
 ROOT = Path(__file__).resolve().parent.parent
 LESSONS = sorted((ROOT / "nbs" / "course").glob("lesson_*.ipynb"))
@@ -321,3 +323,14 @@ def test_a_table_holds_no_formula_and_no_command(student: str, tmp_path: Path) -
 @pytest.mark.slow
 def test_a_submission_has_a_limit_of_memory() -> None:
     assert run_again("rloo", "x = [bytearray(10**9) for _ in range(20)]\ndef f(s): return 1", 3) == "crashed"
+
+
+@pytest.mark.parametrize("role", ["reward", "ppo", "base"])
+def test_a_model_of_ones_own_has_no_other_role(role: str, tmp_path: Path) -> None:
+    """The toy world's models have other tokens: they would score rubbish without a word."""
+    toy.build_model(0, "tiny").save_pretrained(tmp_path)
+    toy.build_tokenizer().save_pretrained(tmp_path)
+    world = LessonWorld(str(tmp_path))
+    assert world.answers("sft", ["Where do owls live?"], words=2)[1]
+    with pytest.raises(ConfigError, match="there is `sft` alone"):
+        world.model(role)

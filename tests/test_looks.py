@@ -83,7 +83,7 @@ def test_no_light_of_a_flat_run_changes_its_colour(runs: int) -> None:
         curves = {k: level + noise * rng.normal(size=100) for k, (level, noise) in FLAT.items()}
         bad: set[str] = set()
         for n in range(5, 101, 5):
-            steps = np.arange(1.0, n + 1)
+            steps = np.arange(2.0, n + 2)
             known = {k: (steps, v[:n]) for k, v in curves.items()}
             given = {k: v for k, v in known.items() if k != "objective/scores"}  # rows that others wrote
             lights = [*health(known, {"kl_budget": 4.0}), *(x for x in health(given) if x.name == "learning")]

@@ -35,6 +35,7 @@ def dotted(path: Path) -> str:
 LONG = {
     "bench.attack": "test_evals.py",
     "course.lab_a": "test_course.py",
+    "course.lab_b": "test_course.py",
     "course.lesson_02": "test_course.py",
     "course.lesson_03": "test_course.py",
     "course.lesson_04": "test_course.py",

@@ -118,7 +118,7 @@ def page(folder: Path, words: list[str]) -> str:
     ]  # each word once as the run's name
     board = Dashboard({words[3]: run}, widgets=False)
     for board.group in ("overview", "losses", "evaluation", "all"):
-        made += board.refresh(force=True) or ()
+        made.append(board.refresh(force=True) or "")
     runs, by = Runs(folder), ("step", "time", "kl")
     runs.rows()
     with mock.patch("rlhf_nb.widgets.runs.front_end", lambda: True):

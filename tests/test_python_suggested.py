@@ -49,7 +49,7 @@ RUN: dict[str, str] = {  # a suggestion, and lines that hold it; of a fence, and
     'plan("path/to/model", Job(...), gpus=16, memory=80)': "from rlhf_nb.scale.plan import Job, plan\nsave_model(model, tokenizer, 'path/to/model')\nassert plan('path/to/model', Job('ppo', prompt=32, completion=32), gpus=16, memory=80)",
     "evaluate(..., decoder=...)": "from rlhf_nb.decode.choose import best_of_n\nassert evaluate(model, tokenizer, ['Visitor: Hi!\\nPip:'], {'short': short}, sampling=few_tokens, decoder=best_of_n(short, 2)).cost",
     "from rlhf_nb import GRPOConfig, GRPOTrainer": "",
-    "from rlhf_nb.evaluate.intervals import compare_paired": "", "from rlhf_nb.bench.instructions import followed": "", "from rlhf_nb.bench.capability import CapabilityTester": "",
+    "import random\n\nfrom rlhf_nb.evaluate.intervals import compare_paired": "", "from rlhf_nb.bench.instructions import followed": "", "from rlhf_nb.bench.capability import CapabilityTester": "",
     "share_interval(values, clusters)": SCORES, "mean_interval(values, clusters)": SCORES, "mean_interval(values, clusters, bounds=(1, 5))": SCORES + "values = [v * 4 + 1 for v in values]\n",
     "bootstrap_interval(values, clusters, statistic=f)": SCORES + "f = lambda x: x.mean()\n", "compare_paired(points_of(scores_a, scores_b))": SCORES, "decide(points)": SCORES,
     "length_controlled(points, lengths_a, lengths_b)": SCORES + "lengths_a, lengths_b = [*range(1, 13)], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]\n", "pass_interval(right, n, k)": SCORES + "right, n, k = values, 4, 2\n",
@@ -69,6 +69,8 @@ RUN: dict[str, str] = {  # a suggestion, and lines that hold it; of a fence, and
     "with Dashboard(trainer).live(): trainer.fit()": SFT + "from rlhf_nb import Dashboard\n", "Dashboard(...)": SFT + "from rlhf_nb import Dashboard\ntrainer.fit(); Dashboard('run')",
     'Dashboard("runs/ppo")': SFT.replace("'run'", "'runs/ppo'") + "from rlhf_nb import Dashboard\ntrainer.fit()\n", "from rlhf_nb import Dashboard, Runs": "",
     'Runs("runs")': SFT.replace("'run'", "'runs/ppo-0'") + "from rlhf_nb import Runs\ntrainer.fit()\n",
+    'Runs("runs").note("ppo-0", "gold peaks at 120")': SFT.replace("'run'", "'runs/ppo-0'") + "from rlhf_nb import Runs\ntrainer.fit()\n",
+    'Runs("runs").tag("ppo-0", "baseline")': SFT.replace("'run'", "'runs/ppo-0'") + "from rlhf_nb import Runs\ntrainer.fit()\n",
     'Runs("runs").compare("ppo-0", "ppo-1")': SFT.replace("'run'", "'runs/ppo-0'") + "from rlhf_nb import Runs\nimport shutil\ntrainer.fit(); shutil.copytree('runs/ppo-0', 'runs/ppo-1')\n",
     'config.save("run.yaml")': "config = SFTConfig(output_dir='run')\n",
     'add_weighted_adapter(..., combination_type="cat")': "from peft import LoraConfig, get_peft_model\nmodel = get_peft_model(model, LoraConfig(r=2, target_modules='all-linear'))\nmodel.add_adapter('b', LoraConfig(r=2, target_modules='all-linear'))\nmodel.add_weighted_adapter(['default', 'b'], [1.0, 1.0], 'both', combination_type='cat')",
@@ -80,7 +82,7 @@ RUN: dict[str, str] = {  # a suggestion, and lines that hold it; of a fence, and
     "CapabilityTester.freeze(...).save(path)": RESULTS + "CapabilityTester.freeze({'sums': results}, {'sums': 0.02}).save('frozen.json')",
     "set_chat_template(tokenizer, make_chat_template(user, assistant))": TEMPLATES + "user, assistant = 'Visitor:', 'Pip:'\n", "set_chat_template(tokenizer)": TEMPLATES, "set_chat_template(tokenizer, X)": TEMPLATES + "X = 'qwen3'\n",
     "FeedbackStore(FILE).add(...)": "from rlhf_nb.feedback.store import Feedback, FeedbackStore\nFeedbackStore('f.jsonl').add('u', Feedback('rating', 'up', 'p', ('a',), ('v1',), consent=True))",
-    "learn.submit(NAME)": "from rlhf_nb import learn\nassert learn.submit('Ada').exists()", "mask.bool()": "mask = torch.ones(2)\n",
+    "learn.find_bug(4, 2)": "from rlhf_nb import learn\n", "learn.submit(NAME)": "from rlhf_nb import learn\nassert learn.submit('Ada').exists()", "mask.bool()": "mask = torch.ones(2)\n",
     "hydra(policy, reward_model)": "from rlhf_nb import LoraSettings\nfrom rlhf_nb.models.adapters import hydra\npolicy = toy.build_model(0, 'tiny'); reward_model = RewardModel.from_policy(add_lora(toy.build_model(0, 'tiny'), LoraSettings(r=2), adapter_name='reward'))\nassert hydra(policy, reward_model).reward",
     "save_model(..., merge=True)": "from rlhf_nb import LoraSettings\nsave_model(add_lora(model, LoraSettings(r=2)), tokenizer, 'whole', merge=True); assert os.path.exists('whole/model.safetensors')",
     "add_lora(model, config.model.lora)": "config = SFTConfig(output_dir='run', model=dict(lora=dict(r=2)))\n",
@@ -103,7 +105,7 @@ ELSEWHERE = {  # what another file runs: its name, and the words that do
 }  # fmt: skip
 SPOKEN_OF = {  # no advice: what a class must have, what we call, what a function is called like
     "model(...)", "decode(encode(x)) == x", "frozen_modules()", "controls()", "fit()", "import rlhf_nb", "Rewards(rollout, needed=False)", "reset(**row)", "get_reward()",
-    "f(prompts, completions)", "XmodPreTrainedModel.set_default_language()", "time() - rlhf_nb_monitor_time_seconds > 7200", "use_fast(False)",
+    "f(prompts, completions)", "XmodPreTrainedModel.set_default_language()", "time() - rlhf_nb_monitor_time_seconds > 7200", "use_fast(False)", "sys.exit(importlib.util.find_spec('vllm') is None)",
     "len(prompt_ids)", "torch.cuda.is_bf16_supported()", "from rlhf_nb.pipeline.sweep import serve_jobs", "serve_jobs()", "score(completions)", "reset(self, row, seed)",
     "step(self, turn)", "step(turn)", "denominators()", "from rlhf_nb import SFTConfig, SFTTrainer",
 }  # fmt: skip

@@ -150,8 +150,27 @@ def test_it_draws_the_turns_of_an_episode(python: Path, tmp_path: Path) -> None:
 @pytest.mark.skipif(not REAL, reason="RLHF_NB_VLLM names no Python with vLLM")
 @pytest.mark.slow
 def test_the_real_one(tmp_path: Path) -> None:
+    """A tied head, too, follows each version."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tok, sizes = (
+        toy.build_tokenizer(),
+        {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2},
+    )  # heads of 32
+    own = LlamaConfig(
+        vocab_size=len(tok), **sizes, intermediate_size=128, max_position_embeddings=256, tie_word_embeddings=True
+    )
     how = {"vllm": REAL, "vllm_options": {"max_model_len": 128, "max_num_seqs": 8}, "lag": 1}
-    events = make("grpo", tmp_path / "run", 1, rollouts=how, resample=0).fit()
+    plain: dict[str, Any] = {
+        "num_generations": 4,
+        "rollout_batch_size": 8,
+        "mini_batch_size": 8,
+        "steps": 4,
+        "epochs": None,
+    }
+    config = GRPOConfig.preset("toy", output_dir=str(tmp_path / "run"), console=False, rollouts=how, **plain)
+    parts: dict[str, Any] = {"rows": toy.train_prompts(16), "reward": toy.gold_reward}
+    events = GRPOTrainer(config, LlamaForCausalLM(own), tok, **parts).fit()
     assert all(e["rollout/engine_difference"] < 1e-3 for e in events) and len(events) == 4
 
 

@@ -76,11 +76,11 @@ def test_a_run_that_is_not_there_yet(tmp_path: Path) -> None:
     assert not reader.poll() and reader.status.state == "waiting" and "there is no run in" in str(reader.status)
     assert reader.series("loss")[0].size == 0 and reader.config == {} and reader.samples() == [] and reader.events == []
     board = Dashboard(path)
-    assert "waiting" in board.refresh()[1]  # type: ignore[index]
+    assert "waiting" in board.refresh()
     board.ask("stop")
-    assert "nobody would hear" in board.refresh()[1]  # type: ignore[index]
+    assert "nobody would hear" in board.refresh()
     write(path)
-    assert reader.poll() and reader.status.state == "running" and "20 of 100" in str(board.refresh()[1])  # type: ignore[index]
+    assert reader.poll() and reader.status.state == "running" and "20 of 100" in str(board.refresh())  # type: ignore[index]
 
 
 def test_torn_last_line_is_read_when_it_is_whole(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_a_run_of_another_version(tmp_path: Path) -> None:
     assert "format 7, this reads 1" in reader.note and "3 line(s)" in reader.note
     assert reader.last("new/metric") == 1.0 and reader.last("loss") == 0.5 and "list" not in reader.keys
     assert reader.config == {} and any(e["type"] == "holiday" for e in reader.events)
-    assert "format 7" in Dashboard(tmp_path).refresh()[1]  # type: ignore[index]
+    assert "format 7" in Dashboard(tmp_path).refresh()
     report(tmp_path, tmp_path / "r.html")
 
 
@@ -325,13 +325,9 @@ def test_widgets_close_and_leave_no_thread(tmp_path: Path, monkeypatch: pytest.M
         for s in range(21, 60):
             log.append("step", s, loss=1.0)
             time.sleep(0.02)
-        assert board.knobs is not None and "<svg" in board.knobs.curves.value
+        assert board.knobs is not None
         place = re.search(r'<pre hidden data-for="([^"]+)">', board.knobs.data.value)
-        assert (
-            place
-            and f'class="rc-charts" id="{place[1]}"' in pages[1]
-            and f'data-for="{place[1]}"' in board.knobs.curves.value
-        )
+        assert place and f'class="rc-charts" id="{place[1]}"' in pages[1]
         raise KeyError("the cell fails")
     assert 'src="data:image/png;base64,' in pages[2] and '"key":"loss"' in pages[2]
     assert board.failure == "" and board.knobs is None and set(threading.enumerate()) <= before

@@ -436,10 +436,12 @@ def report(
 # %% ../../nbs/cli/main.ipynb #93000002
 @app.command("learn")
 def learn_command(
-    words: list[str] = typer.Argument(None, metavar="[quiz N [LETTERS] | submit NAME | grade FOLDER]"),
+    words: list[str] = typer.Argument(
+        None, metavar="[quiz N [LETTERS] | dojo [N [LINE]] | submit NAME | grade FOLDER]"
+    ),
     debug: bool = Debug,
 ) -> None:
-    """How far you are in the course; or take a quiz, hand in your answers, or run a folder of such files again."""
+    """How far you are in the course; or take a quiz, find a bug, hand in your answers, or run such files again."""
     with told(debug):
         import rlhf_nb.learn as course
 

@@ -268,7 +268,7 @@ def submit(student: str, file: str | Path | None = None) -> Path:
             "digits, spaces and .,'@+-_ only, at most 100."
         )
     target = Path(file or f"{student}.json")
-    answers = {name: entry["code"] for name, entry in progress().items()}
+    answers = {name: entry["code"] for name, entry in progress().items() if name in EXERCISES}
     write_whole(target, json.dumps({"student": student, "answers": answers}, indent=1))
     return target
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..core import ConfigError
 from ..evaluate.intervals import mean_interval
 from .checks import EXERCISES, Exercise, CheckResult, grade, progress, submit
+from .dojo import find_bug
 from .world import LessonWorld
 from ..losses.advantages import rloo_baseline
 from ..untrusted import parse_yaml
@@ -58,7 +59,7 @@ def start(n: int | str, model: str = "toy", seed: int = 0) -> LessonWorld:
     """Begin a lesson: its world, and how far you are.
 
     Args:
-        n: the lesson's number; "A" for the lab.
+        n: the lesson's number; "A" or "B" for a lab.
         model: "toy", or a hub name or folder whose model plays the part of `sft`.
         seed: of prompts and answers.
 
@@ -70,6 +71,8 @@ def start(n: int | str, model: str = "toy", seed: int = 0) -> LessonWorld:
     solved = sum(progress().get(name, {}).get("kind") == "right" for name in names)
     what, end = "Lesson" if isinstance(n, int) else "Lab", "" if title[-1] == "?" else "."
     print(f"{what} {n}: {title}{end} Exercises solved: {solved} of {len(names)}.")
+    if model == "toy":
+        torch.set_num_threads(1)  # models this small gain nothing from more, and lose much where cores are shared
     return LessonWorld(model, seed)
 
 
@@ -82,14 +85,19 @@ def progress_told() -> str:
         found = ", ".join(f"{name} {kind}" for name, kind in kinds.items())
         lines.append(f"{n:2} {lesson['title']}: {solved} of {len(kinds)} ({found})")
         bugs += [list(kinds.values())[-1]] if isinstance(n, int) else []  # the last exercise of a lesson
-    return "\n".join([*lines, f"The dojo, a silent bug in each lesson: {bugs.count('right')} of {len(bugs)} found."])
+    planted = sum(name.startswith("bug_") and entry["kind"] == "right" for name, entry in kept.items())
+    told = (
+        f"Silent bugs: {bugs.count('right')} of {len(bugs)} in the lessons, {planted} in the dojo (rlhf-nb learn dojo)."
+    )
+    return "\n".join([*lines, told])
 
 
 def course_command(words: Sequence[str]) -> str:
     """What `rlhf-nb learn` says.
 
     Args:
-        words: none: how far you are; `quiz N`, with your letters or without; `submit NAME`; `grade FOLDER`.
+        words: none: how far you are; `quiz N`, with your letters or without; `dojo`, with a bug's number
+            and your line or without; `submit NAME`; `grade FOLDER`.
 
     Raises:
         ConfigError: other words.
@@ -100,14 +108,16 @@ def course_command(words: Sequence[str]) -> str:
     if verb == "quiz" and rest:
         quiz(rest[0], " ".join(rest[1:]))
         return ""
+    if verb == "dojo" and len(rest) < 3 and all(word.isdecimal() for word in rest):
+        return find_bug(*map(int, rest))
     if verb == "submit" and len(rest) == 1:
         return f"{submit(rest[0])} is for your teacher."
     if verb == "grade" and len(rest) == 1:
         made = grade(rest[0])
         return f"{made.read_text(encoding='utf-8')}This is in {made}."
     raise ConfigError(
-        f"learn: {' '.join(words)!r} is none of: quiz N, quiz N LETTERS, submit NAME, grade FOLDER. Without a word it "
-        "says how far you are."
+        f"learn: {' '.join(words)!r} is none of: quiz N, quiz N LETTERS, dojo, dojo N LINE, submit NAME, grade FOLDER. "
+        "Without a word it says how far you are."
     )
 
 

@@ -609,3 +609,98 @@ add_exercise(
     lambda logits, labels: _cooled(logits, labels, squared=True),
     tolerance=1e-2,
 )  # fmt: skip
+
+# %% ../../nbs/learn/more_exercises.ipynb #b1b0c0d2
+def _verdicts(rng: random.Random) -> Iterator[tuple[Any, ...]]:
+    """Which questions were answered rightly by the old model and by the new one; both change for some."""
+    yield [True, False, False, False, True], [True, True, True, True, False]
+    for lost, won in ((1, 6), (2, 9), (8, 3)):
+        both = [(True, False)] * lost + [(False, True)] * won + [(rng.random() < 0.4,) * 2 for _ in range(20)]
+        old, new = zip(*rng.sample(both, len(both)))
+        yield list(old), list(new)
+
+
+def _changed(old: list[bool], new: list[bool]) -> tuple[int, int]:
+    """How many verdicts changed for the worse, for the better."""
+    return sum(a > b for a, b in zip(old, new)), sum(a < b for a, b in zip(old, new))
+
+
+def _sign_test(lost: int, won: int) -> float:
+    """Two-sided p-value: how often a fair coin would be at least as uneven."""
+    tail = sum(math.comb(lost + won, k) for k in range(min(lost, won) + 1)) * 0.5 ** (lost + won)
+    return min(1.0, 2 * tail)
+
+
+def _unpaired(old: list[bool], new: list[bool]) -> float:
+    """The p-value of two shares, as if each model had had its own questions."""
+    a, b, n = statistics.fmean(old), statistics.fmean(new), len(old)
+    pooled = (a + b) / 2
+    return float(math.erfc(abs(a - b) / math.sqrt(2 * pooled * (1 - pooled) / n) / math.sqrt(2)))
+
+
+def _refusals(rng: random.Random) -> Iterator[tuple[Any, ...]]:
+    """What should happen to a question, and whether the model refused."""
+    yield ([("answer", True), ("answer", False), ("answer", False), ("refuse", True), ("refuse", False)],)
+    for n in (5, 7, 9):
+        harmless = [("answer", k < n // 3) for k in range(n)]
+        yield (rng.sample(harmless + [("refuse", k > rng.randint(0, 1)) for k in range(n - 2)], 2 * n - 2),)
+
+
+def _both_halves(rows: list[tuple[str, bool]]) -> list[float]:
+    """Refused among the harmless, answered among the others."""
+    harmless, others = ([refused for should, refused in rows if (should == "answer") is kind] for kind in (True, False))
+    return [statistics.fmean(harmless), 1 - statistics.fmean(others)]
+
+
+def _thumbs(rng: random.Random) -> Iterator[tuple[Any, ...]]:
+    """(user, version, thumb up) in the order of time; one user presses often."""
+    yield (
+        [("ann", "old", True), ("bob", "new", False), ("cy", "new", True), ("cy", "new", True), ("cy", "new", True)],
+    )
+    for n in (3, 4, 6):
+        said = [(f"u{k}", version, rng.random() < 0.5) for k in range(n) for version in ("old", "new", "new")]
+        said += [("loud", "new", k % 3 > 0) for k in range(3 * n)] + [("loud", "new", False), ("loud", "old", True)]
+        yield (said,)
+
+
+def _by_user(said: list[tuple[str, str, bool]], of: Any = statistics.fmean) -> float:
+    """Mean over users of what they say of new, less that of old."""
+    users = {(version, user) for user, version, _ in said}
+    mine = {u: of([up for user, version, up in said if (version, user) == u]) for u in users}
+    new, old = (statistics.fmean([x for (version, _), x in mine.items() if version == v]) for v in ("new", "old"))
+    return float(new - old)
+
+
+def _by_thumb(said: list[tuple[str, str, bool]]) -> float:
+    """Mean over thumbs."""
+    new, old = (statistics.fmean([up for _, version, up in said if version == v]) for v in ("new", "old"))
+    return float(new - old)
+
+
+add_exercise(
+    "paired", _verdicts, lambda old, new: _sign_test(*_changed(old, new)),
+    lambda old, new: _sign_test(*_changed(old, new)) / 2,
+    _unpaired,
+    lambda old, new: _sign_test(len(old) - sum(new), sum(new)),
+)  # fmt: skip
+
+
+def _of_all_rows(rows: list[tuple[str, bool]]) -> list[float]:
+    """Both halves, each divided by all rows."""
+    share = statistics.fmean(should == "answer" for should, _ in rows)
+    first, second = _both_halves(rows)
+    return [first * share, second * (1 - share)]
+
+
+add_exercise(
+    "over_refusal", _refusals, _both_halves,
+    _of_all_rows,
+    lambda rows: [_both_halves(rows)[0], 1 - _both_halves(rows)[1]],
+    lambda rows: _both_halves(rows)[::-1],
+)  # fmt: skip
+add_exercise(
+    "thumbs", _thumbs, _by_user,
+    _by_thumb,
+    lambda said: _by_user(said, of=lambda ups: float(ups[-1])),
+    lambda said: -_by_user(said),
+)  # fmt: skip

@@ -3,6 +3,7 @@
 # %% ../../nbs/learn/world.ipynb #d1390dfc
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from functools import lru_cache
 from importlib import resources
@@ -15,14 +16,16 @@ from torch import Tensor, nn
 from ..config import ModelConfig
 from ..core import ConfigError, check_choice, decide_precision
 from ..data import legs, toy
+from ..evaluate.intervals import mean_interval
 from ..models.heads import RewardModel, ScalarHead
 from ..models.load import load_causal_lm, load_tokenizer
 from ..rollout.sampler import draw
 from ..scoring.scores import logps
+from ..strict import table_of
 from ..types import Completions
 
 # %% auto #0
-__all__ = ['SHIPPED', 'shipped_model', 'shipped_scores', 'LessonWorld']
+__all__ = ['SHIPPED', 'shipped_model', 'shipped_scores', 'shipped_log', 'LessonWorld']
 
 # %% ../../nbs/learn/world.ipynb #f94e7532
 SHIPPED = {
@@ -69,6 +72,12 @@ def shipped_scores() -> dict[str, Tensor]:
     read = load_file(_shipped().parent / "best_of.safetensors")
     return {name: read[name].float() for name in ("proxy", "gold")}
 
+
+def shipped_log() -> dict[str, Any]:
+    """What SmolLM2-135M answered before and after GRPO on sums: `sums`, `facts` and `over_refusal`, one row a question;
+    `steps` of the run. Lab B reads it."""
+    return table_of("learn/real_run.yaml")
+
 # %% ../../nbs/learn/world.ipynb #824d0bce
 class LessonWorld:
     """What a lesson works with: models by role, questions, answers, their log-probs and two judges.
@@ -79,7 +88,7 @@ class LessonWorld:
     """
 
     def __init__(self, model: str = "toy", seed: int = 0) -> None:
-        self.seed, self._models = seed, dict[str, Any]()
+        self.seed, self._models, self._own = seed, dict[str, Any](), model
         if model == "toy":
             self.tokenizer = toy.build_tokenizer()
         else:
@@ -90,6 +99,8 @@ class LessonWorld:
     def model(self, role: str = "sft") -> Any:
         """The model of a role, loaded once; train a copy of it (`copy.deepcopy`), so that the next cell finds it."""
         if role not in self._models:
+            if self._own != "toy":  # it has other tokens
+                raise ConfigError(f"role: {role!r} belongs to the toy world; of {self._own!r} there is `sft` alone.")
             self._models[role] = shipped_model(role)
         return self._models[role]
 
@@ -145,3 +156,19 @@ class LessonWorld:
             rows: token ids of B answers.
         """
         return Tensor(self.model("reward").score(Completions.from_lists(self.ids(prompts), rows)))
+
+    @torch.no_grad()
+    def capstone(self, model: Any, budget: float = 5.0, seed: int | None = None) -> dict[str, Any]:
+        """Gold and KL of a policy on 256 questions; `counts` if the upper end of its KL is within the budget.
+
+        Args:
+            model: a role's name or a model.
+            budget: nats an answer, from `sft`.
+            seed: of questions and answers; None: fresh ones, so that there is nothing to train on.
+        """
+        seed = time.time_ns() % 2**31 if seed is None else seed
+        asked = self.prompts(256, seed)
+        texts, rows = self.answers(model, asked, seed=seed)
+        both = (torch.stack([x.sum() for x in self.logps(m, asked, rows)]) for m in (model, "sft"))
+        gold, kl = mean_interval(self.gold(asked, texts)), mean_interval(torch.sub(*both))
+        return {"gold": gold, "kl": kl, "counts": kl.high <= budget, "seed": seed}

@@ -186,6 +186,16 @@ def check_data(rows: list[Row], tokenizer: Any, config: Any, kind: RowKind, wind
     )
     fix = report.remedy if level == "warning" else ""
     out.append(Finding(level, what, "a cut answer has no end; a cut prompt loses its beginning", fix))
+    answers = [
+        (r[f"{k}_ids"], r.get(f"{k}_mask")) for r in tokens for k in ("completion", "chosen") if r.get(f"{k}_ids")
+    ]
+    learnt = [any(t == tokenizer.eos_token_id and (m is None or m[i]) for i, t in enumerate(ids)) for ids, m in answers]
+    if sum(learnt) < len(learnt) / 2:
+        what = f"{len(learnt) - sum(learnt)} of {len(learnt)} answers have no EOS in the loss"
+        fix = f"end each answer in {tokenizer.eos_token!r}, and count it; look at how rows become tokens"
+        out.append(
+            Finding("warning", what, "a token that is never a target is never learnt: the model won't stop", fix)
+        )
     if window is not None and longest > window:
         name = "data.max_prompt_length or sampling.max_new_tokens" if kind == "prompt" else "data.max_length"
         what = f"rows of up to {longest} tokens, but the model's window has {window}"
@@ -778,7 +788,7 @@ def examine(config: Any, start: StageStart | None = None) -> list[Finding]:
                 "judge.model=FOLDER, judge.endpoint.url=... with judge.endpoint.model=NAME, or "
                 "judge.rewards=[{verify: number}]"
             )
-            out.append(Finding("error", "judge is not set", "nobody says which answer is better", fix))
+            out.append(Finding("error", "judge is not set", "nothing says which answer is better", fix))
         return out + check_run_folder(config.output_dir)
     if start is not None:
         out += check_model(start.model_config, config)

@@ -643,7 +643,7 @@ class SweepConfig(StrictConfig):
 
 
 def read_sweep(what: str, words: Sequence[str], **typed: Any) -> SweepConfig:
-    """A sweep as it is typed; what stands beside a file counts more than the file.
+    """A sweep as it is typed; words beside a file count more than the file.
 
     Args:
         what: a method, or a file that describes the sweep.

@@ -99,7 +99,7 @@ def _gold(known: Known, config: Mapping[str, Any]) -> Concern:
         f"{ALPHA:.0%} of runs"
     )
     if rose <= 0:
-        return "watch", f"{text}, and the reward with it"
+        return "watch", f"{text}, and the reward with it: lower lr; in code of your own, look for a sign"
     back = _way_back(config.get("checkpoints"), lambda step: float(gold[np.abs(at - step).argsort()[:5]].mean()))
     return "bad", f"{text}, while the reward rose: the policy exploits the reward. Raise kl_coef{back}"
 
@@ -126,6 +126,11 @@ def _kl(known: Known, config: Mapping[str, Any]) -> Concern:
         return _unheld(config, f"is {now:.3g} nats per answer" if len(kl) else "isn't measured")
     if not len(kl):
         return None
+    if now > 0.05 and recent(_first(known, "objective/non_score_reward")[2]) > 0:
+        return (
+            "bad",
+            f"{now:.3g} nats per answer are rewarded instead of paid for: a sign is wrong in the price of drift",
+        )
     if limit is None:
         return "off", f"{now:.3g} nats per answer; no budget is set (kl_budget)"
     text = f"{now:.3g} nats per answer of {limit:.3g} allowed"
@@ -196,6 +201,29 @@ def _entropy(known: Known, config: Mapping[str, Any]) -> Concern:
         advice = "Go back; raise kl_coef, entropy_coef or the temperature"
         return "bad", f"{text}: it says nearly the same always and learns no more. {advice}"
     return "watch" if now < 0.3 * begin else "ok", text
+
+
+def _start(known: Known, config: Mapping[str, Any]) -> Concern:
+    """Do policy and reference begin as the same model, and part then?"""
+    name, at, gap = _first(known, "rewards/margins", "objective/kl")
+    if not len(gap):
+        return None
+    error, chosen, first = (_first(known, k)[2] for k in (f"{name}_stderr", "rewards/chosen", "updates"))
+    other = "the reference isn't the model that training starts from"
+    if at[0] == 1 and name == "objective/kl" and len(error) and abs(gap[0]) > 6 * error[0] + 0.05:
+        return "watch", f"KL is {gap[0]:.3g} before the first update: {other}"
+    if at[0] == 1 and len(chosen) and len(first) and first[0] == 1 and abs(gap[0]) > 0.005:
+        if min(abs(chosen[0]), abs(chosen[0] - gap[0])) < 0.05 * abs(
+            gap[0]
+        ):  # both sides differ where there is no reference
+            return (
+                "bad",
+                f"{name} is {gap[0]:.3g} before the first update, for one side only: the reference's are mixed up",
+            )
+    later = gap[at > 5 + (config.get("critic_warmup_steps") or 0)]
+    if len(later) >= 5 and np.abs(later).max() < 1e-6:
+        return "bad", f"{name} is 0 at every step: nothing is learnt, or policy and reference are one model"
+    return "ok", "policy and reference part from one start" if at[0] == 1 else "policy and reference differ"
 
 # %% ../../nbs/run/health.ipynb #4de44276
 def _above(
@@ -311,7 +339,9 @@ def _chosen(known: Known, config: Mapping[str, Any]) -> Concern:
     if any(k not in known for k in ("rewards/chosen", "rewards/margins", "logps/chosen")):
         return None
     chosen, margin = (recent(known[k][1]) for k in ("rewards/chosen", "rewards/margins"))
-    text = f"rewards of chosen answers {chosen:.3g}, margins {margin:.3g}"
+    text, turned = f"rewards of chosen answers {chosen:.3g}, margins {margin:.3g}", fall(known["rewards/margins"][1])
+    if margin < 0 and turned is not None and turned.clear:
+        return "bad", f"{text}, falling: it learns the rejected answers. Look for a sign, or swapped columns"
     if chosen > -1 or chosen > -1.5 * margin or len(known["rewards/chosen"][0]) < 10:
         return "ok", text
     advice = "read samples; lower lr, raise beta, or add nll_coef (SFT on the chosen answers)"
@@ -328,8 +358,8 @@ def _stale(known: Known, config: Mapping[str, Any]) -> Concern:
 
 # %% ../../nbs/run/health.ipynb #07bfee79
 CHECKS: dict[str, Callable[[Known, Mapping[str, Any]], Concern]] = {
-    "reward": _gold, "KL": _kl, "KL left": _left, "estimators": _estimators, "entropy": _entropy, "value": _value,
-    "length": _length,
+    "reward": _gold, "KL": _kl, "KL left": _left, "estimators": _estimators, "start": _start,
+    "entropy": _entropy, "value": _value, "length": _length,
     "groups": _above("frac_reward_zero_std", 0.5, 0.85, "of the groups are dead (all answers got the same reward)",
         "prompts are too easy or too hard; choose others, or resample"),
     "cut answers": _above("completions/clipped_ratio", 0.05, 0.3, "of the answers were cut at the length limit",
@@ -345,6 +375,7 @@ _NEEDED = (
     "objective/entropy", "completions/mean_length", "val/explained_variance", "loss", "grad_norm", "skipped",
     "perf/stall_s", "perf/step_s", "frac_reward_zero_std", "completions/clipped_ratio", "policy/clipfrac_avg",
     "eval/loss", "rewards/chosen", "rewards/margins", "logps/chosen", "rollout/effective_share", "rollout/lag",
+    "objective/non_score_reward", "updates",
 )  # fmt: skip
 
 

@@ -183,8 +183,9 @@ def rollout_metrics(r: Rollout, kl_coef: float) -> dict[str, float]:
     if r.values is not None:
         spread, error = (x[mask].double().var(correction=0) for x in (r.need("returns"), r.need("returns") - r.values))
         found["val/explained_variance"] = 1 - error / spread
+        found["objective/non_score_reward"] = torch.where(lens > 0, r.need("token_rewards").sum(1) - scores, 0.0).mean()
     out = dict(zip(found, torch.stack([c.float() for c in found.values()]).tolist()))
-    out["objective/non_score_reward"] = -kl_coef * out.get("objective/kl", 0.0)
+    out.setdefault("objective/non_score_reward", -kl_coef * out.get("objective/kl", 0.0))
     out["objective/rlhf_reward"] = out["objective/scores"] + out["objective/non_score_reward"]
     return out | {"objective/kl_coef": kl_coef}
 

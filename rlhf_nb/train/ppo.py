@@ -148,6 +148,7 @@ class PPO(OnlineMethod):
         rewards = kl_shaped_rewards(r.need("scores"), old, ref, mask, self.kl_coef, cfg.kl_kind)
         if r.step_rewards is not None:
             rewards = move_to_steps(rewards, r.step_rewards, mask)
+        r.token_rewards = rewards
         if cfg.whiten_rewards:
             rewards = whiten(rewards, self.learns(r), shift_mean=False)
         advantages, returns = gae(rewards, r.need("values"), mask, cfg.gamma, cfg.lam)
@@ -156,7 +157,7 @@ class PPO(OnlineMethod):
         weights = self.correction(r)
         if weights is not None:  # another sampler: w · min(...) = min(... w A)
             advantages = advantages * weights
-        r.token_rewards, r.advantages, r.returns = rewards, advantages, returns
+        r.advantages, r.returns = advantages, returns
         return r
 
     def denominators(self, mini: Rollout) -> dict[str, Tensor]:

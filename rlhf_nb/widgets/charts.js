@@ -328,8 +328,7 @@ export function mount(host) {
   const still = host.querySelector(".rc-still");
   if (still) still.remove();
   if (own) { charts.update(JSON.parse(own.textContent)); return charts; }
-  const name = CSS.escape(host.id), rule = el("style", "", `.rc-still[data-for="${name}"]{display:none}`);
-  host.append(rule);
+  const name = CSS.escape(host.id);
   let last = null;
   setInterval(() => {
     const from = host.isConnected && document.querySelector(`pre[data-for="${name}"]`);

@@ -18,7 +18,6 @@ from ..errors import RlhfError
 from ..run.callbacks import Callback, RunView
 from ..run.control import start_fork
 from ..strict import dotted, parse_overrides
-from .charts import Axes, Panel, line_chart
 from .html import escape
 from .kernel import Pump, front_end, in_notebook
 from .panels import LAYOUT, control_text, group_panels, still, words_html
@@ -26,7 +25,7 @@ from .reader import RunReader, open_runs
 from .touch import charts_html, code_html, live_html, live_place
 
 # %% auto #0
-__all__ = ['SHARE', 'EVERY', 'STILL', 'Dashboard']
+__all__ = ['SHARE', 'EVERY', 'Dashboard']
 
 # %% ../../nbs/widgets/dashboard.ipynb #7cb06806
 _SLIDERS = ("kl_coef", "kl_target", "lr", "temperature")
@@ -70,10 +69,10 @@ class _Knobs:
         )  # fmt: skip
         self.smoothing.observe(lambda change: setattr(board, "smoothing", change["new"]), names="value")
         self.sliders = {key: self._slider(w, key) for key in _SLIDERS}
-        self.curves, self.data, self.words = w.HTML(), w.HTML(), w.HTML()
+        self.data, self.words = w.HTML(), w.HTML()
         top = w.HBox([*self.buttons, self.changes, self.group, self.smoothing], layout=w.Layout(flex_flow="row wrap"))
         knobs = w.HBox(list(self.sliders.values()), layout=w.Layout(flex_flow="row wrap"))
-        self.box = w.VBox([top, knobs, self.words, self.curves, self.data])
+        self.box = w.VBox([top, knobs, self.words, self.data])
 
     def _slider(self, w: Any, key: str) -> Any:
         """A hidden slider that asks for a number when it is moved by a person."""
@@ -187,7 +186,6 @@ class _Requests:
 # %% ../../nbs/widgets/dashboard.ipynb #db000003
 SHARE = 0.02  # of one core, for drawing
 EVERY = 0.25  # seconds between two drawings, at least
-STILL = 5.0  # seconds between two pictures for pages whose scripts are off
 
 
 class _Poke(Callback):
@@ -299,10 +297,8 @@ class Dashboard:
         self.knobs: _Knobs | None = None
         self.failure = ""  # the last error of the drawing thread
         self._trainers = [r for r in (runs if isinstance(runs, (list, tuple)) else [runs]) if hasattr(r, "observers")]
-        self._axes: dict[Any, Axes] = {}
         self._drawn: tuple[Any, ...] = ()
         self._followed: Any = None
-        self._pictured = -math.inf
 
     @property
     def target(self) -> RunReader:
@@ -313,19 +309,9 @@ class Dashboard:
         """Remember a request; it is written to the control file at the next refresh. May be called from any thread."""
         self.requests.waiting.append((request, key, value))
 
-    def refresh(self, force: bool = False) -> tuple[str, str] | None:
-        """Read what is new; HTML of the curves and of the words, or None when nothing changed."""
-        return (self._picture(), self._words()) if self._changed(force) else None
-
-    def _picture(self) -> str:
-        """The curves as SVG."""
-        axes = self._axes.setdefault((self.group, tuple(r.generation for r in self.readers)), Axes())
-        panels = group_panels(self.readers, self.group, self.smoothing) or [Panel(self.group)]
-        return line_chart(*panels, axes=axes, label=f"curves: {self.group}")
-
-    def _words(self) -> str:
-        """Where the runs stand, as HTML."""
-        return words_html(self.readers, self.target, self.requests.answer)
+    def refresh(self, force: bool = False) -> str | None:
+        """Read what is new; where the runs stand, as HTML, or None when nothing changed."""
+        return words_html(self.readers, self.target, self.requests.answer) if self._changed(force) else None
 
     def _changed(self, force: bool) -> bool:
         """Read what is new, and say whether there is anything to be drawn."""
@@ -343,11 +329,8 @@ class Dashboard:
         knobs = self.knobs
         if not self._changed(force) or knobs is None:
             return
-        place, now, reply = self.page.places[2] if self.page else "", time.monotonic(), self.requests.reply
-        knobs.words.value = self._words()
-        if now - self._pictured > STILL or force:
-            self._pictured = now
-            knobs.curves.value = f'<div class="rc-still" data-for="{escape(place)}">{self._picture()}</div>'
+        place, reply = self.page.places[2] if self.page else "", self.requests.reply
+        knobs.words.value = words_html(self.readers, self.target, self.requests.answer)
         knobs.data.value = live_html(place, group_panels(self.readers, self.group, None), smoothing=self.smoothing)
         refused = not reply.get("ok", True) and reply is not self._followed
         self._followed = reply
@@ -356,7 +339,6 @@ class Dashboard:
     def open(self) -> None:
         """Show the widgets, and begin to draw."""
         self.close()  # it may have been shown before
-        self._pictured = -math.inf
         self.page = _Page(self)
         self.knobs = self.page.knobs
         self.page.open()

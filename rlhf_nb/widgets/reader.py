@@ -29,11 +29,11 @@ Floats = npt.NDArray[np.float64]
 Keys = npt.NDArray[np.int64]
 
 # %% auto #0
-__all__ = ['Floats', 'Keys', 'Series', 'parse_lines', 'columns', 'columns_at_once', 'Status', 'spell_seconds', 'Tail',
-           'SampleIndex', 'RunReader', 'open_runs']
+__all__ = ['Floats', 'Keys', 'MOST_DRAWN', 'Series', 'parse_lines', 'columns', 'columns_at_once', 'Status', 'spell_seconds',
+           'Tail', 'SampleIndex', 'RunReader', 'open_runs']
 
 # %% ../../nbs/widgets/reader.ipynb #dbf649bd
-_MOST = 1e100  # beyond are NaN, infinity, and numbers whose squares and differences overflow
+MOST_DRAWN = 1e100  # beyond are NaN, infinity, and numbers whose squares and differences overflow
 
 
 class Series:
@@ -69,7 +69,7 @@ class Series:
             return
         s, v = (np.concatenate(x) for x in zip(*self._new))
         self._new, self._waiting = [], 0
-        good = np.abs(v) < _MOST
+        good = np.abs(v) < MOST_DRAWN
         if not good.all():
             s, v, self.nonfinite = s[good], v[good], self.nonfinite + int(len(v) - good.sum())
         starts = np.concatenate([self._rows[0], s])
@@ -97,7 +97,7 @@ class Series:
         keep = np.ones(len(s), dtype=bool)
         keep[1::2] = s[1::2] != s[::2]
         s, v = s[keep], v[keep]
-        if self.last is not None and abs(self.last[1]) < _MOST and (not len(s) or s[-1] < self.last[0]):
+        if self.last is not None and abs(self.last[1]) < MOST_DRAWN and (not len(s) or s[-1] < self.last[0]):
             s, v = np.append(s, self.last[0]), np.append(v, self.last[1])
         return s, v
 

@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,7 @@ from .html import table_html
 from .kernel import front_end
 from .panels import AXES, group_panels, page_groups, standing
 from .imported import find_runs, log_files
-from .reader import RunReader
+from .reader import MOST_DRAWN, RunReader
 from .report import answer_row, event_text
 from .touch import chart_data, code_html, inert_json
 
@@ -68,7 +68,7 @@ def _row_of(path: Path, name: str) -> dict[str, Any]:
         "state": status.state, "status": printable(standing(reader)),
         "step": status.step, "total": status.total, "share": share,
         "experiment": hashlib.sha256(_SEEDED.sub(b"", settings)).hexdigest()[:16] if settings else "",
-        "numbers": {n: x for n, x in numbers.items() if x is not None and np.isfinite(x)},
+        "numbers": {n: x for n, x in numbers.items() if x is not None and abs(x) < MOST_DRAWN},
     }  # fmt: skip
 
 
@@ -201,13 +201,13 @@ def paired_differences(readers: Sequence[RunReader]) -> list[dict[str, Any]]:
     Args:
         readers: of runs; those that differ only in their seed are one experiment.
     """
-    groups: dict[str, dict[Any, RunReader]] = {}
+    groups: dict[str, dict[str, RunReader]] = {}
     for reader in readers:
         known = {k: v for k, v in dotted(reader.config).items() if k not in _OF_A_SEED}
-        groups.setdefault(repr(sorted(known.items())), {}).setdefault(reader.config.get("seed"), reader)
+        groups.setdefault(repr(sorted(known.items())), {}).setdefault(repr(reader.config.get("seed")), reader)
     rows, (base, *others) = [], [*groups.values()]
     for other in others:
-        pairs = [(base[s], r) for s, r in other.items() if s is not None and s in base]
+        pairs = [(base[s], r) for s, r in other.items() if s != "None" and s in base]
         for title, keys in _NUMBERS.items():
             gaps = np.array([g for a, b in pairs if (g := _gap(a, b, keys.split())) is not None and np.isfinite(g)])
             if len(gaps):
@@ -369,7 +369,8 @@ class Runs:
         return sorted(found, key=lambda row: -row["date"])
 
     def futures(self, name: str) -> list[dict[str, Any]]:
-        """A run's oldest ancestor and all that was forked from it, each behind its parent; empty where nothing was.
+        """A run's oldest ancestor in the folder and all that was forked from it, each behind its parent; empty where
+        nothing was.
 
         Args:
             name: as in the table.
@@ -386,7 +387,7 @@ class Runs:
             at, depth = waiting.pop()
             if at in rows and at not in found:
                 found[at] = {"name": at, "depth": depth, "at": rows[at]["at"], "changed": rows[at]["changed"]}
-                waiting += [(child, depth + 1) for child in reversed(below.get(at, []))]
+                waiting += [(child, depth + 1) for child in reversed(sorted(below.get(at, [])))]
         return [*found.values()] if len(found) > 1 else []
 
     def note(self, name: str, text: str) -> None:
@@ -453,10 +454,11 @@ class Runs:
         if known is None or known[0] != stamp or known[1]["state"] not in ("ended", "silent"):
             known = self._seen[path] = stamp, _row_of(path, name) | {"date": about.st_mtime}
         told = _facts(path / "fork.json")
-        at, changed = told.get("at"), told.get("changed")
-        above = Path(os.path.normpath(path / str(told.get("parent"))))
+        at, changed, parent = told.get("at"), told.get("changed"), told.get("parent")
+        forked = type(at) is int and isinstance(parent, str)
         origin = {
-            "parent": self._called(above) if type(at) is int else "", "at": at if type(at) is int else None,
+            "parent": self._called(Path(os.path.normpath(path / str(parent)))) if forked else "",
+            "at": at if forked else None,
             "changed": printable("; ".join(map(str, changed)))[:300] if isinstance(changed, list) else "",
         }  # fmt: skip
         return known[1] | origin | remarks_of(path)

@@ -107,9 +107,7 @@ def charts_html(panels: Sequence[Panel], still: str = "", kind: str = "rc-charts
 
 
 def live_html(place: str, panels: Sequence[Panel], points: int = 400, **options: Any) -> str:
-    """What a widget is given again and again for the charts in another part of the page, which `live_place` made; that
-    part hides elements of class `rc-still` that name it.
-    """
+    """What a widget is given again and again for the charts in another part of the page, which `live_place` made."""
     told = inert_json({"panels": chart_data(panels, points), **options})
     return f'<pre hidden data-for="{escape(place)}">{told}</pre>'
 

@@ -1,0 +1,142 @@
+"""What a teacher takes from a clone: lessons without answers, slides, and what a kernel of a student needs.
+
+    python .ci/kit.py students FOLDER           # lessons and labs without solutions and stored answers
+    python .ci/kit.py slides FOLDER             # a deck for each lesson
+    python .ci/kit.py kernels N                  # N students run lesson 2 up to its first training at once
+
+A deck is nbconvert's: one HTML file that loads reveal.js and MathJax from the network when it is opened. Where there is
+none, print it to PDF before (`?print-pdf` behind its address).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+COURSE = ROOT / "nbs" / "course"
+KEPT = ("<figure",)  # outputs that a student is given: figures move without a kernel
+AFTER = ("## Exercises", "## Quiz", "## Two papers", "## To hand in")
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A notebook, each cell's text as one string."""
+    nb: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    for cell in nb["cells"]:
+        cell["source"] = "".join(cell["source"])
+    return nb
+
+
+def is_figure(output: dict[str, Any]) -> bool:
+    """Whether an output is a figure to touch."""
+    return "".join(output.get("data", {}).get("text/html", "")).startswith(KEPT)
+
+
+def students(target: Path) -> list[Path]:
+    """Write the lessons and labs as a student begins them; returns the files."""
+    target.mkdir(parents=True, exist_ok=True)
+    made = []
+    for path in sorted(COURSE.glob("l*_*.ipynb")):
+        nb = read(path)
+        for cell in nb["cells"]:
+            if cell["cell_type"] == "code":
+                cell["outputs"] = [o for o in cell["outputs"] if is_figure(o)]
+                cell["execution_count"] = None
+            cell["source"] = cell["source"].replace("](../", "](https://github.com/rlhf-nb/rlhf_nb/blob/main/nbs/")
+        made.append(target / path.name)
+        made[-1].write_text(json.dumps(nb, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return made
+
+
+def deck(path: Path) -> dict[str, Any]:
+    """A lesson whose cells say which slide they are on: one for the question, one for each section; code that draws a
+    figure is left out, and so are exercise cells."""
+    nb, inside = read(path), ""
+    parts = [
+        (c, re.split(r"\n+(?=## )", c["source"]) if c["cell_type"] == "markdown" else [c["source"]])
+        for c in nb["cells"]
+    ]
+    nb["cells"] = [c | {"source": text, "id": f"{c['id']}-{i}"} for c, texts in parts for i, text in enumerate(texts)]
+    for cell in nb["cells"]:
+        text, code = cell["source"], cell["cell_type"] == "code"
+        new = text.startswith(("# ", "## "))
+        inside = next((h for h in AFTER if text.startswith(h)), "" if new else inside)
+        left_out = text.startswith("#| hide") or (code and inside and "learn.quiz" not in text)
+        kind = "skip" if left_out else "slide" if new else "subslide" if code else "fragment"
+        cell["metadata"] = {"slideshow": {"slide_type": kind}}
+        if code and any(map(is_figure, cell["outputs"])):
+            cell["metadata"]["tags"] = ["figure"]
+        if new and text.startswith("# "):
+            cell["source"] = "\n".join(line for line in text.splitlines() if not line.startswith("[![Open"))
+    return nb
+
+
+def slides(target: Path) -> list[Path]:
+    """Write a deck for each lesson; returns the files."""
+    import nbformat
+    from nbconvert import SlidesExporter
+    from traitlets.config import Config
+
+    remove = {"enabled": True, "remove_input_tags": {"figure"}}
+    exporter, made = SlidesExporter(config=Config({"TagRemovePreprocessor": remove})), list[Path]()
+    target.mkdir(parents=True, exist_ok=True)
+    for path in sorted(COURSE.glob("lesson_*.ipynb")):
+        html, _ = exporter.from_notebook_node(nbformat.from_dict(deck(path)))
+        made.append(target / f"{path.stem}.slides.html")
+        made[-1].write_text(html, encoding="utf-8")
+    return made
+
+
+def student(lesson: int = 2) -> dict[str, float]:
+    """(in a process of its own) Run a lesson's cells up to the first that trains; what that took."""
+    began, space = time.process_time(), dict[str, Any]()
+    for cell in read(COURSE / f"lesson_{lesson:02}.ipynb")["cells"]:
+        if cell["cell_type"] != "code" or cell["source"].startswith("#| hide"):
+            continue
+        before = time.process_time()
+        exec(cell["source"], space)
+        if "imitate(seed) for" in cell["source"]:
+            break
+    kept = dict(line.split(":") for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
+    peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    mb = {"peak": int(peak.split()[1]) / 1024, "own and shared in part": int(kept["Pss"].split()[0]) / 1024}
+    return mb | {"cell": time.process_time() - before, "all": time.process_time() - began}
+
+
+def kernels(n: int) -> list[dict[str, float]]:
+    """What each of n students took who began together."""
+    env = os.environ | {"PYTHONPATH": str(ROOT), "MPLBACKEND": "Agg", "RLHF_NB_LEARN": os.devnull}
+    code = (
+        "import sys, json; sys.path.insert(0, '.ci'); import kit; out = kit.student(); print('\\n' + json.dumps(out))"
+    )
+    began = time.monotonic()
+    running = [subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True) for _ in range(n)]  # fmt: skip
+    found = [json.loads(p.communicate()[0].splitlines()[-1]) for p in running]
+    print(f"{n} students together: {time.monotonic() - began:.0f} s by the clock, load {os.getloadavg()[0]:.0f}")
+    for one in found:
+        print({k: round(v, 1) for k, v in one.items()})
+    return found
+
+
+def main() -> int:
+    verbs = {"students": students, "slides": slides}
+    verb, place = [*sys.argv[1:], "", ""][:2]
+    if verb == "kernels" and place.isdecimal():
+        kernels(int(place))
+    elif verb in verbs and place:
+        made = verbs[verb](Path(place))
+        print(f"{len(made)} files in {place}")
+    else:
+        print(__doc__)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
