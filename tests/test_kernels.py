@@ -32,15 +32,20 @@ def test_what_fails_on_a_card_is_said_once_and_pytorch_is_taken(
     card, old = torch.device("cuda:7"), torch.device("cuda:6")
     monkeypatch.setattr(kernels, "TRITON", True)
     monkeypatch.setattr(kernels, "_refused", {})
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: chosen[0])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: (7, 5) if d == old else (9, 0))
     tried: list[torch.device] = []
+    chosen = [7]
 
     def wrong(device: torch.device) -> str:
         tried.append(device)
         return "norm is off by 0.5"
 
     monkeypatch.setattr(kernels, "kernel_difference", wrong)
-    assert not kernels.fused(card) and not kernels.fused(card) and not kernels.fused(old)
+    assert not kernels.fused(card) and not kernels.fused(card)
+    chosen[0] = 6
+    assert not kernels.fused(old) and not kernels.fused(card)
+    chosen[0] = 7
     assert tried == [card] and caplog.text.count("norm is off by 0.5") == 1 and "cuda:6" not in caplog.text
     kernels._refused.clear()
     monkeypatch.setattr(kernels, "kernel_difference", lambda device: 1 / 0)
@@ -48,6 +53,9 @@ def test_what_fails_on_a_card_is_said_once_and_pytorch_is_taken(
     kernels._refused.clear()
     monkeypatch.setattr(kernels, "kernel_difference", lambda device: "")
     assert kernels.fused(card)
+    chosen[0] = 0
+    assert not kernels.fused(card)
+    chosen[0] = 7
     monkeypatch.setenv("RLHF_NB_KERNELS", "0")
     assert not kernels.fused(card)
     monkeypatch.delenv("RLHF_NB_KERNELS")

@@ -402,6 +402,8 @@ def fused(device: torch.device) -> bool:
     """
     if device.type != "cuda" or not TRITON or not enabled() or os.environ.get("RLHF_NB_KERNELS", "1") == "0":
         return False
+    if device.index not in (None, torch.cuda.current_device()):  # Triton starts them on the thread's own device
+        return False
     if device not in _refused:
         _refused[device] = ""  # what is tried may ask again
         try:

@@ -223,7 +223,7 @@ def prepare_fork(parent: str | Path, at: int, changes: Sequence[str] = (), to: s
 
 def _replay(source: RunDir, aside: RunDir, config: TextConfig, before: int, at: int) -> str:
     """Make the steps between a checkpoint and the fork again; returns what came out otherwise."""
-    if source.control_path.exists():  # numbers that somebody set on the way are set again at their steps
+    if source.control_path.exists():  # numbers that were set on the way are set again at their steps
         copy_regular(source.control_path, aside.control_path)
         keep_served(aside.control_path, at)
     again = config.replace(
