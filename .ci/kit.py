@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from links import place
+
 ROOT = Path(__file__).resolve().parent.parent
 COURSE = ROOT / "nbs" / "course"
 KEPT = ("<figure",)  # outputs that a student is given: figures move without a kernel
@@ -41,14 +43,14 @@ def is_figure(output: dict[str, Any]) -> bool:
 def students(target: Path) -> list[Path]:
     """Write the lessons and labs as a student begins them; returns the files."""
     target.mkdir(parents=True, exist_ok=True)
-    made = []
+    made, where = [], place(ROOT)
     for path in sorted(COURSE.glob("l*_*.ipynb")):
         nb = read(path)
         for cell in nb["cells"]:
             if cell["cell_type"] == "code":
                 cell["outputs"] = [o for o in cell["outputs"] if is_figure(o)]
                 cell["execution_count"] = None
-            cell["source"] = cell["source"].replace("](../", "](https://github.com/rlhf-nb/rlhf_nb/blob/main/nbs/")
+            cell["source"] = cell["source"].replace("](../", f"]({where.url}/blob/{where.ref}/nbs/")
         made.append(target / path.name)
         made[-1].write_text(json.dumps(nb, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return made
