@@ -64,9 +64,9 @@ class AnswerForm:
         matcher = guide.LLMatcher
         if self.said == "json_schema":
             try:
-                json.loads(self.text, parse_int=_held)
+                _check_whole_numbers(json_value(self.text, len(self.text) + 1))
                 grammar = matcher.grammar_from_json_schema(self.text, defaults={"whitespace_pattern": r"\n? {0,8}"})
-            except ValueError as e:  # a number that no JSON can hold
+            except (Unreadable, ValueError) as e:  # no JSON, or a number that it can't hold
                 raise ConfigError(f"json_schema={self.text:.60} can't be kept: {_reason(str(e))}.") from e
         else:
             lark = self.text if self.said == "grammar" else f"start: /{guide.regex_to_lark(self.text, 'd')}/"
@@ -77,11 +77,13 @@ class AnswerForm:
         return str(grammar)
 
 
-def _held(digits: str) -> int:
-    """A whole number that llguidance holds; it takes a larger one for the largest, and answers would break the form."""
-    if abs(n := int(digits)) >= 2**63:
-        raise ValueError(f"{digits:.24} is not below 2**63, and whole numbers that large are not told apart")
-    return n
+def _check_whole_numbers(value: Any) -> None:
+    """Refuse what llguidance takes for the largest number that it holds: answers would break the form."""
+    if isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            _check_whole_numbers(part)
+    elif isinstance(value, int) and abs(value) >= 2**63:
+        raise ValueError(f"{value!s:.24} is not below 2**63, and whole numbers that large are not told apart")
 
 
 def _reason(error: str) -> str:
