@@ -19,9 +19,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from links import place
-
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / ".ci"))
+from links import place  # noqa: E402
+
 COURSE = ROOT / "nbs" / "course"
 KEPT = ("<figure",)  # outputs that a student is given: figures move without a kernel
 AFTER = ("## Exercises", "## Quiz", "## Two papers", "## To hand in")

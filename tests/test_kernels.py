@@ -52,7 +52,7 @@ def test_what_fails_on_a_card_is_said_once_and_pytorch_is_taken(monkeypatch: pyt
     assert not kernels.fused(card) and "ZeroDivisionError" in said[-1]
     kernels._refused.clear()
     monkeypatch.setattr(kernels, "kernel_difference", lambda device: "")
-    assert kernels.fused(card)
+    assert kernels.fused(card) and not kernels.fused(card, torch.float64)
     chosen[0] = 0
     assert not kernels.fused(card)
     chosen[0] = 7
@@ -71,6 +71,9 @@ cpu = torch.device("cpu")
 for dtype in (torch.float32, torch.bfloat16, torch.float16):
     with torch.inference_mode():
         assert kernels.kernel_difference(cpu, dtype) == "", dtype
+z = torch.randn(3, 70)
+said = kernels.logit_stats(z, torch.tensor([-100, 70, 3]), 1.0, False, False)[0]
+assert said.isnan().tolist() == [True, True, False] and abs(float(said[2] - z[2].log_softmax(0)[3])) < 1e-5
 torch.manual_seed(0)
 for dtype, near in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
     for temperature, entropy, chunk in ((1.0, False, 3), (0.7, True, 4), (1.0, True, 100)):
@@ -78,10 +81,14 @@ for dtype, near in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
         y, g = torch.randint(0, 50, (10,)), torch.randn(2, 10)
         found = []
         for on in (True, False):
-            kernels.fused = lambda device, on=on: on
+            kernels.fused = lambda device, dtype=None, on=on: on
             logps, h = head_logps(*leaves, y, temperature, entropy, chunk=chunk)
             loss = (logps * g[0]).sum() + (0 if h is None else (h * g[1]).sum())
             found.append([logps, *([] if h is None else [h]), *torch.autograd.grad(loss, leaves)])
+        column = torch.stack([y, y + 1], 1)[:, 0]
+        assert not column.is_contiguous()
+        kernels.fused = lambda device, dtype=None: True
+        assert torch.equal(head_logps(*leaves, column, temperature, chunk=chunk)[0], found[0][0])
         for one, two in zip(*found, strict=True):
             assert float((one - two).abs().max()) <= near * float(two.abs().max()), (dtype, temperature, entropy, chunk)
 """

@@ -96,7 +96,7 @@ def lived_in(world: Path) -> Path:
             call("eval", "tiny" if "old" in place or "smol" in place else "other", "--suite", "sums", "--limit", 4, f"output_dir={place}", "max_new_tokens=4")  # fmt: skip
         base, tokenizer = load_model("runs/sft/model")
         save_model(add_lora(base, LoraSettings(r=2)), tokenizer, "adapters/polite")
-        for name in ("runs/a/model", "runs/soup", "runs/b/model", "models/canary", "RUN/model"):
+        for name in ("runs/a/model", "runs/soup", "runs/b/model", "models/canary", "RUN/model", "runs/demo_real/model"):
             shutil.copytree("other", name)
         store = FeedbackStore("feedback.jsonl")
         ask(store, 250)

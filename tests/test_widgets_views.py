@@ -197,7 +197,15 @@ def test_best_of_n_by_simulation() -> None:
     assert best_of_bound(8) == pytest.approx(float((p * (p * 400).log()).sum()), abs=0.01)
 
 
-TEXT_ONLY = {"imported", "health", "html", "kernel", "labels", "board", "touch"}  # what these show is text, or one drawing of lines
+TEXT_ONLY = {
+    "imported",
+    "health",
+    "html",
+    "kernel",
+    "labels",
+    "board",
+    "touch",
+}  # what these show is text, or one drawing of lines
 VIEWS = [*(p for p in sorted((ROOT / "nbs" / "widgets").glob("*.ipynb")) if p.stem not in TEXT_ONLY), *sorted((ROOT / "nbs" / "tutorials").glob("*_li*.ipynb")), *sorted((ROOT / "nbs" / "tutorials").glob("label*.ipynb")), *sorted((ROOT / "nbs" / "tutorials").glob("form*.ipynb"))]  # fmt: skip
 
 

@@ -24,7 +24,7 @@ def _norm(module: nn.Module, dtype: torch.dtype, rounded: bool = True) -> Callab
     m: Any = module
     if type(module).__name__.endswith("RMSNorm") and "forward" not in module.__dict__:
         wide = dtype in (torch.float32, torch.bfloat16) and m.weight.dtype == torch.float32
-        if wide or (m.weight.is_cuda and fused(m.weight.device)):
+        if wide or (m.weight.is_cuda and fused(m.weight.device, m.weight.dtype)):
             return lambda x: rms_norm(x, m.weight, m.variance_epsilon, rounded)
     return module
 
@@ -57,7 +57,7 @@ class Layer:
     def mlp(self, x: Tensor) -> Tensor:
         "x plus the feed-forward block of x."
         h = self.up.parts(self.norm2(x))
-        ours = not h[0].is_cuda or fused(h[0].device)
+        ours = not h[0].is_cuda or fused(h[0].device, h[0].dtype)
         if ours and self.gated and type(self.act).__name__ in ("SiLU", "SiLUActivation"):
             return self.down.add_to(x, gated_silu(h[0], h[1]))
         return self.down.add_to(x, self.act(h[0]) * h[1] if self.gated else self.act(h[0]))
@@ -207,7 +207,7 @@ def decode_states(
 
     def pass_through(layer: Layer, x: Tensor, wanted: Tensor | None) -> Tensor:
         q, k, v = layer.queries_keys_values(x, blocks.heads, blocks.kv_heads)
-        if table is not None and q.is_cuda and fused(q.device):
+        if table is not None and q.is_cuda and fused(q.device, q.dtype):
             q, k = turn(q, k, *table)
         elif table is not None:
             q, k = rotate(q, *table), rotate(k, *table)

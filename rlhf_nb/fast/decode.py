@@ -56,10 +56,8 @@ class FastDecoder(Blocks):
     def __init__(self, model: nn.Module, dtype: torch.dtype, length: int, max_bytes: int = 1 << 28) -> None:
         m: Any = model
         body, blocks = (m.transformer, m.transformer.h) if hasattr(m, "transformer") else (m.model, m.model.layers)
-        size, table = sum(p.numel() for p in blocks.parameters()), body.get_input_embeddings().weight
-        if table.is_cuda and torch.cuda.is_available():  # a sixteenth of a card's memory is no matter
-            max_bytes = max(max_bytes, torch.cuda.get_device_properties(table.device).total_memory // 16)
-        super().__init__(body, dtype, copied(table, dtype, size, max_bytes))
+        size = sum(p.numel() for p in blocks.parameters())
+        super().__init__(body, dtype, copied(body.get_input_embeddings().weight, dtype, size, max_bytes))
         self.head, self.length = Projection([m.lm_head], self.fuse, dtype), length
         self.copies = (size + m.lm_head.weight.numel()) * dtype.itemsize if self.fuse else 0  # bytes, at most
         on_cpu = (
@@ -91,7 +89,7 @@ class FastDecoder(Blocks):
             if layer.q_norm is not None and layer.k_norm is not None:
                 qkv[:, :heads] = layer.q_norm(qkv[:, :heads])
                 qkv[:, heads : heads + kv_heads] = layer.k_norm(qkv[:, heads : heads + kv_heads])
-            if cos is not None and sin is not None and qkv.is_cuda and fused(qkv.device):
+            if cos is not None and sin is not None and qkv.is_cuda and fused(qkv.device, qkv.dtype):
                 qk = qkv[:, : heads + kv_heads]
                 turn_into((qk,), (qk,), cos, sin)
             elif cos is not None and sin is not None:

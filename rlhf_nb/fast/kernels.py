@@ -141,7 +141,9 @@ if TRITON:
             top = new
         whole = top + tl.log(total)
         tl.store(lse + row, whole)
-        tl.store(logp + row, tl.load(z + tl.load(target + row)).to(tl.float32) * factor - whole)
+        t = tl.load(target + row)  # NaN where there is no such word
+        told = tl.load(z + t, mask=(t >= 0) & (t < words), other=float("nan")).to(tl.float32)
+        tl.store(logp + row, told * factor - whole)
         if ENTROPY:
             tl.store(entropy + row, whole - mean / total)
         if SQUARES:
@@ -394,13 +396,16 @@ def _difference(device: torch.device, dtype: torch.dtype) -> str:
 _refused: dict[torch.device, str] = {}  # why the kernels aren't used on a device; "" where they are
 
 
-def fused(device: torch.device) -> bool:
+def fused(device: torch.device, dtype: torch.dtype = torch.float32) -> bool:
     """Whether the kernels are used on a device; the first time they are tried there.
 
     Args:
         device: of the tensors.
+        dtype: of what they read; they compute in float32, so that float64 is left to PyTorch.
     """
-    if device.type != "cuda" or not TRITON or not enabled() or os.environ.get("RLHF_NB_KERNELS", "1") == "0":
+    if device.type != "cuda" or dtype == torch.float64:
+        return False
+    if not TRITON or not enabled() or os.environ.get("RLHF_NB_KERNELS", "1") == "0":
         return False
     if device.index not in (None, torch.cuda.current_device()):  # Triton starts them on the thread's own device
         return False

@@ -62,7 +62,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, rounded: bool = False) -> Te
 
     Source: Zhang & Sennrich, arXiv 1910.07467.
     """
-    if x.is_cuda and kernels.fused(x.device):
+    if x.is_cuda and kernels.fused(x.device, x.dtype):
         cast = rounded and torch.is_autocast_enabled(x.device.type)
         return kernels.norm(x, weight, eps, torch.get_autocast_dtype(x.device.type) if cast else x.dtype)
     if x.device.type != "cpu":  # elsewhere PyTorch has a kernel of its own
@@ -364,7 +364,7 @@ def gated_silu(a: Tensor, b: Tensor) -> Tensor:
     Args:
         a, b: of one shape and number format.
     """
-    if a.is_cuda and kernels.fused(a.device):
+    if a.is_cuda and kernels.fused(a.device, a.dtype):
         return kernels.gate(a, b)
     if not torch.is_grad_enabled():
         return F.silu(a).mul_(b)

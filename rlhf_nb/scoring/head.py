@@ -252,7 +252,7 @@ def _linear_head(
     how = how._replace(
         chunk=n if keep else how.chunk or more * _chunk_rows(v, kind), keep=keep, dtype=dtype, fused=fused
     )
-    return _HeadLogps.apply(h, w, b, targets, how)  # type: ignore[no-untyped-call, no-any-return]
+    return _HeadLogps.apply(h, w, b, targets.contiguous(), how)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _chunk_rows(vocabulary: int, device: str) -> int:
