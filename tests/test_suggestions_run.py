@@ -108,7 +108,6 @@ def lived_in(world: Path) -> Path:
     (world / "submissions/u17.json").write_text(json.dumps({"student": "u17", "answers": {}}))
     line = {"time": 1.0, "id": "1", "model": "pip", "version": "8d1f0c2a77b1", "user": "u-17", "finish": "stop"}
     jsonl(world / "traffic.jsonl", [line])
-    jsonl(world / "votes.jsonl", [{"model_a": "a", "model_b": "b", "winner": w} for w in ("model_a", "model_b", "tie") * 6])  # fmt: skip
     jsonl(world / "alpaca.json", [{"instruction": "Say owl.", "input": "", "output": "Owl."}] * 16)
     jsonl(world / "orca_dpo.jsonl.gz", [{"system": "", "question": f"Owl {i}?", "chosen": "Yes.", "rejected": "No."} for i in range(16)])  # fmt: skip
     jsonl(world / "pairs.jsonl.gz", toy.preference_rows(64, 0))
