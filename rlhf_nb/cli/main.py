@@ -3,6 +3,7 @@
 # %% ../../nbs/cli/main.ipynb #aa66c7b1
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
@@ -137,6 +138,7 @@ def _options(
     ),
 ) -> None:
     """RLHF you can read, run and ship: fine-tune, learn a reward, improve the model with PPO."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is read: threads that wait don't take a core
 
 
 config_app = typer.Typer(help="Show or write settings.", cls=ConfigCommands, no_args_is_help=True)
