@@ -276,6 +276,18 @@ class ModelTensors(Mapping[str, Tensor]):
     def __iter__(self) -> Iterator[str]:
         return (n for n in self.table if n not in self.tied)
 
+    def written(self, dtype: torch.dtype | None = None) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Number format and shape of each tensor as `write_shards` takes them.
+
+        Args:
+            dtype: of what is no whole number; None: as it is.
+        """
+        return {
+            n: (dtype if dtype is not None and e.dtype.is_floating_point else e.dtype, e.shape)
+            for n, e in self.table.items()
+            if n not in self.tied
+        }
+
     def __len__(self) -> int:
         return len(self.table) - len(self.tied)
 
