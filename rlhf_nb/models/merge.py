@@ -276,10 +276,7 @@ class Merged(NamedTuple):
 
 def sha256_of_weights(model: ModelTensors) -> dict[str, str]:
     """SHA-256 of each file that a model's numbers come from, by name."""
-    files = sorted(
-        {e.file for e in model.table.values()}
-        | ({e.file for e in model.adapter.table.values()} if model.adapter else set())
-    )
+    files = sorted({e.file for e in model.table.values()} | ({model.adapter} if model.adapter else set()))
     return {file.name: sha256_of(file) for file in files}
 
 # %% ../../nbs/models/merge.ipynb #2110f846
