@@ -221,10 +221,11 @@ def first_heading(guide: str) -> str:
 
 
 def cited() -> dict[str, list[str]]:
-    """arXiv id -> the notebooks and guides that cite it, in reading order."""
+    """arXiv id -> the notebooks, guides and tables that cite it, in reading order."""
     found: dict[str, list[str]] = {}
     files = {f"nbs/{n}.ipynb": prose_and_code(n) for room in rooms(ROOT) for n in room.notebooks}
-    for path in [*sorted((ROOT / "docs").glob("*.md")), *(ROOT / g for g in GUIDES)]:
+    tables = [*sorted((ROOT / "rlhf_nb").rglob("*.yaml")), *sorted((ROOT / "benchmarks").glob("*.py"))]
+    for path in [*sorted((ROOT / "docs").glob("*.md")), *(ROOT / g for g in GUIDES), *tables]:
         files[path.relative_to(ROOT).as_posix()] = path.read_text(encoding="utf-8")
     for name, text in files.items():
         near = re.sub(r"arxiv", "", text, flags=re.I) != text
@@ -249,11 +250,12 @@ def references() -> dict[str, list[str]]:
 
 def bibliography() -> str:
     """Every paper that is cited, why, and where."""
-    known, out = references(), ["# Bibliography", "Every paper on arXiv that a notebook or a guide cites: what we took from it, and where. Ordered by date."]  # fmt: skip
+    where = place(ROOT)
+    known, out = references(), ["# Bibliography", "Every paper on arXiv that a notebook, a guide or a table cites: what we took from it, and where. Ordered by date."]  # fmt: skip
     for key, places in sorted(cited().items()):
         what, why = known[key]
         links = ", ".join(
-            f"[{p.removeprefix('nbs/').removesuffix('.ipynb').removesuffix('.md').replace('/', '.')}]({p.replace('.ipynb', '.md')})"
+            f"[{p.removeprefix('nbs/').removesuffix('.ipynb').removesuffix('.md').replace('/', '.')}]({p.replace('.ipynb', '.md') if p.endswith(('.ipynb', '.md')) else f'{where.url}/blob/{where.ref}/{p}'})"
             for p in places
         )
         out.append(f"[{key}](https://arxiv.org/abs/{key}) {what}. {why} *In {links}.*")

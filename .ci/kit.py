@@ -1,7 +1,8 @@
-"""What a teacher takes from a clone: lessons without answers, slides, and what a kernel of a student needs.
+"""What a teacher takes from a clone: lessons without answers, slides, papers for an examination, and what a kernel of a student needs.
 
     python .ci/kit.py students FOLDER           # lessons and labs without solutions and stored answers
     python .ci/kit.py slides FOLDER             # a deck for each lesson
+    python .ci/kit.py exam FOLDER [SEED]        # twelve of the sixty questions of exam.yaml, one of each lesson, and a key
     python .ci/kit.py kernels N                  # N students run lesson 2 up to its first training at once
 
 A deck is nbconvert's: one HTML file that loads reveal.js and MathJax from the network when it is opened. Where there is
@@ -96,6 +97,22 @@ def slides(target: Path) -> list[Path]:
     return made
 
 
+def exam(target: Path, seed: int = 0) -> list[Path]:
+    """Write a paper with a question about each lesson, and its key; another seed, another paper."""
+    import random
+
+    import yaml
+
+    questions = yaml.safe_load((ROOT / ".ci" / "exam.yaml").read_text(encoding="utf-8"))
+    drawn = [random.Random(f"{seed} {n}").choice(asked) for n, asked in questions.items()]
+    target.mkdir(parents=True, exist_ok=True)
+    made = [target / "exam.md", target / "key.md"]
+    for path, part in zip(made, ("ask", "key"), strict=True):
+        body = "\n\n".join(f"{i}. {q[part]}" for i, q in enumerate(drawn, 1))
+        path.write_text(f"# Examination, paper {seed}{': key' if part == 'key' else ''}\n\n{body}\n", encoding="utf-8")
+    return made
+
+
 def student(lesson: int = 2) -> dict[str, float]:
     """(in a process of its own) Run a lesson's cells up to the first that trains; what that took."""
     began, space = time.process_time(), dict[str, Any]()
@@ -129,9 +146,11 @@ def kernels(n: int) -> list[dict[str, float]]:
 
 def main() -> int:
     verbs = {"students": students, "slides": slides}
-    verb, place = [*sys.argv[1:], "", ""][:2]
+    verb, place, seed = [*sys.argv[1:], "", "", ""][:3]
     if verb == "kernels" and place.isdecimal():
         kernels(int(place))
+    elif verb == "exam" and place:
+        print(*exam(Path(place), int(seed or 0)))
     elif verb in verbs and place:
         made = verbs[verb](Path(place))
         print(f"{len(made)} files in {place}")

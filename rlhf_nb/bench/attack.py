@@ -16,25 +16,25 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from pydantic import Field
 from rich.table import Table
 
 from .evals import one_scorer
 from ..config import DataConfig, ModelConfig, PathText, StrictConfig, option
-from ..core import ConfigError, DataError, derive_seed, evaluating, printable, t_quantile
+from ..core import ConfigError, DataError, derive_seed, printable, t_quantile
 from ..data.formats import Row, prompt_text, to_rows
 from ..data.rows import raw_rows
-from ..data.sources import collate_completions, shuffle_buffer, tokenize_sft
-from ..data.templates import as_chat, encode_prompts, is_blank, speaks_chat
+from ..data.sources import shuffle_buffer
 from ..data.worlds import gold_of, world_of
 from ..evaluate.intervals import Estimate, mean_interval, share_interval
 from ..files import write_whole
 from ..models.heads import RewardModel
 from ..models.load import load_tokenizer
+from ..rewards.base import Ensemble, RewardModelFn, Rewards
 from ..strict import table_of
 from ..train.entries import RewardEntry, load_models
+from ..train.rlaif import RewardJudge
 from ..train.stage import write_json
 from ..widgets.html import shown_table
 
@@ -401,43 +401,15 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 # %% ../../nbs/bench/attack.ipynb #5a4b0005
-def text_scorer(model: RewardModel, tokenizer: Any, chat: bool = False, batch: int = 64) -> Callable[..., list[float]]:
-    """A reward model as a function of texts.
+def text_scorer(model: RewardModel | Ensemble, tokenizer: Any) -> TextScore:
+    """A reward model, or an ensemble, as a function of texts; those of a chat model go through its template.
 
     Args:
         model: scores prompts with completions.
         tokenizer: its own.
-        chat: plain prompts and answers go through its chat template.
-        batch: answers that are scored together.
     """
-
-    @torch.no_grad()
-    def score(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
-        out: list[float] = []
-        with evaluating(model):
-            for i in range(0, len(prompts), batch):
-                c = _tokens(tokenizer, prompts[i : i + batch], completions[i : i + batch], chat)
-                out += model.score(c.to(model.device)).float().tolist()
-        return out
-
-    return score
-
-
-def _tokens(tokenizer: Any, prompts: Sequence[Any], completions: Sequence[Any], chat: bool) -> Any:
-    """Prompts and completions as a batch."""
-    rows: list[Row] = [
-        {
-            "prompt": p,
-            "completion": [{"role": "assistant", "content": c}] if isinstance(p, list) and isinstance(c, str) else c,
-        }
-        for p, c in zip(prompts, completions, strict=True)
-    ]
-    said = [not is_blank(r["completion"]) for r in rows]
-    answers = iter(tokenize_sft([r for r, says in zip(rows, said) if says], tokenizer, chat=chat or None, warn=False))
-    asked = iter(encode_prompts(tokenizer, as_chat(tokenizer, [r["prompt"] for r in rows], raw=not chat)))
-    silent = {"completion_ids": [tokenizer.eos_token_id], "completion_mask": [True]}  # an empty answer ends at once
-    found = [next(answers) if says else {"prompt_ids": ids, **silent} for says, ids in zip(said, asked)]
-    return collate_completions(found, tokenizer.pad_token_id)
+    fn = RewardModelFn(model) if isinstance(model, RewardModel) else model
+    return RewardJudge(Rewards(fn), tokenizer).rate
 
 # %% ../../nbs/bench/attack.ipynb #a9210007
 class AttackConfig(StrictConfig):
@@ -466,19 +438,9 @@ def scorer_of(where: str) -> tuple[TextScore, Any]:
     Args:
         where: folder, or one with `member-*` folders.
     """
-    model = load_models(where)
-    folders = sorted(Path(where).glob("member-*"))
-    tokenizer = load_tokenizer(ModelConfig(name_or_path=str(folders[0] if folders else where)))
-    chat = speaks_chat(tokenizer)
-    if isinstance(model, RewardModel):
-        return text_scorer(model, tokenizer, chat), tokenizer
-    members: list[Any] = [text_scorer(m.model, tokenizer, chat) for m in model.members]  # type: ignore[arg-type]
-
-    def score(prompts: Any, completions: Any, **columns: Any) -> list[float]:
-        scores: list[float] = model.combine(torch.tensor([m(prompts, completions) for m in members])).tolist()
-        return scores
-
-    return score, tokenizer
+    first = next(iter(sorted(Path(where).glob("member-*"))), where)
+    tokenizer = load_tokenizer(ModelConfig(name_or_path=str(first)))
+    return text_scorer(load_models(where), tokenizer), tokenizer
 
 
 def _gold(config: AttackConfig, tokenizer: Any) -> TextScore | None:

@@ -176,7 +176,6 @@ def eval_command(
 def compare_command(
     results: list[str] = _Places,
     suite: str = typer.Option(None, "--suite", "-s", help="what models among RESULTS are asked first"),
-    votes: str = typer.Option(None, "--votes", help="rate models from blind votes instead: model_a, model_b, winner"),
     file: str = _Rows, limit: int = _Limit, config: str = SettingsFile, debug: bool = Debug,
 ) -> None:  # fmt: skip
     """Compare models on the same prompts: paired differences, intervals, tests; printed and drawn. judge.model=...,
@@ -185,8 +184,6 @@ def compare_command(
         from rlhf_nb.bench import compare as of
         from rlhf_nb.bench.suites import load_suite
 
-        if votes is not None:
-            return print_rich(of.ratings_of_file(votes))
         places = [word for word in results or () if not _is_setting(word)]
         places = places if suite is None else of.with_results(places, load_suite(suite, file, limit), tell)
         settings = of.CompareConfig.load(config, [word for word in results or () if _is_setting(word)])

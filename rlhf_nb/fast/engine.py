@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..core import ModelError, safe_point
 from .decode import LOOK, Choose, FastDecoder
 from .support import can_run
-from .workers import HUGE, alone, spread, workers_for
+from .workers import HUGE, alone_if_small, spread, workers_for
 
 # %% auto #0
 __all__ = ['FEWEST_ROWS', 'WIDE', 'FAR', 'SMALLEST', 'CHUNK', 'BEGINNING', 'READ_AT_ONCE', 'MASK', 'decoder_for', 'columns_for',
@@ -628,10 +628,6 @@ def write_answers(
     return used
 
 # %% ../../nbs/fast/engine.ipynb #e61e0020
-def _one_thread(model: nn.Module) -> AbstractContextManager[None]:
-    return alone() if sum(p.numel() for p in model.parameters()) <= HUGE else nullcontext()
-
-
 def write(
     model: nn.Module, prompts: list[Tensor], repeats: list[int], new_tokens: int, choose: Choose,
     uniforms: Tensor | None, *, batch_size: int | None = None, cache_bytes: int = 2 << 30,
@@ -667,7 +663,7 @@ def write(
         slots = min(-(-size // parts), len(mine))
         return write_answers(RowEngine(RowCache(decoder, slots, decoder.length)), mine, slots, over)
 
-    with _one_thread(model):  # a row: how many there are changes no bit
+    with alone_if_small(model, HUGE):  # a row: how many there are changes no bit
         found = spread(one, range(parts), parts)
     if used is not None:
         used += [n for passes in found for n in passes]
@@ -700,7 +696,7 @@ def company_matters(model: nn.Module, prompts: Sequence[Tensor], new_tokens: int
     length = max(map(len, prompts)) + new_tokens
     if (why := why_close(model, length)) is not None:
         return why
-    with torch.inference_mode(), _one_thread(model):
+    with torch.inference_mode(), alone_if_small(model, HUGE):
         memory = RowCache(decoder_for(model, length), 4, length)
         way = RowEngine(memory).trial([p.tolist() for p in prompts], new_tokens)
     return way and f"on this machine an answer {way} has other last bits than in company"
