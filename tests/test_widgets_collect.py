@@ -20,7 +20,7 @@ from rlhf_nb.data.formats import COLUMNS, detect_format
 from rlhf_nb.data.readers import read_rows
 from rlhf_nb.widgets.collect import LabelDesk, LabelQueue, PreferenceCollector, pair_html, read_pairs
 from rlhf_nb.widgets.labels import (
-    FORMATS,
+    LABEL_FORMATS,
     LabelStore,
     Pair,
     annotator_agreement,
@@ -295,8 +295,8 @@ def test_every_format_is_read_back(tmp_path: Path) -> None:
         store.add(pair, verdict)
     LabelStore(tmp_path, "bob").add(PAIRS[0], "first")
     store.refresh()
-    assert set(FORMATS) == set(COLUMNS) - {"stepwise"}
-    for form in FORMATS:
+    assert set(LABEL_FORMATS) == set(COLUMNS) - {"stepwise"}
+    for form in LABEL_FORMATS:
         n = export_preferences(store.labels(), tmp_path / f"{form}.jsonl", format=form)
         rows = read_rows(tmp_path / f"{form}.jsonl")
         assert n == len(rows) == (6 if form == "unpaired" else 2) and detect_format(rows[0]) == form

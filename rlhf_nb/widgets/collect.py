@@ -24,7 +24,7 @@ from ..untrusted import Unreadable, json_value
 from .html import escape, table_html
 from .kernel import attended, show_live
 from rlhf_nb.widgets.labels import (
-    FORMATS, AnnotatorAgreement, Answers, Label, LabelStore, Pair, annotator_agreement, export_preferences, label_rows,
+    LABEL_FORMATS, AnnotatorAgreement, Answers, Label, LabelStore, Pair, annotator_agreement, export_preferences, label_rows,
     make_pairs, tally, to_preferences,
 )  # fmt: skip
 from .touch import inert_json, page_file
@@ -168,7 +168,7 @@ class LabelQueue:
             "note": self.store.note_on(pair) if pair else "",
         }
         counts = {"done": self.done, "total": len(self.pairs), "turn": self.turn, "opened": self.opened}
-        lists = {"keys": KEYS, "reasons": [printable(r) for r in self.reasons], "formats": FORMATS}
+        lists = {"keys": KEYS, "reasons": [printable(r) for r in self.reasons], "formats": LABEL_FORMATS}
         return {k: printable(v) for k, v in texts.items()} | counts | lists | {"pair": pair.id if pair else ""}
 
     def _pressed(self, key: str, waited: float, reasons: Sequence[str]) -> str:

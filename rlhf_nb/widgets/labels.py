@@ -29,8 +29,9 @@ from ..run.log import append_line
 from ..untrusted import Unreadable, json_lines, mend
 
 # %% auto #0
-__all__ = ['Answers', 'VERDICTS', 'FORMATS', 'Pair', 'make_pairs', 'answers_of', 'Label', 'LabelStore', 'AnnotatorAgreement',
-           'cohen_kappa', 'annotator_agreement', 'to_preferences', 'tally', 'label_rows', 'export_preferences']
+__all__ = ['Answers', 'VERDICTS', 'LABEL_FORMATS', 'Pair', 'make_pairs', 'answers_of', 'Label', 'LabelStore',
+           'AnnotatorAgreement', 'cohen_kappa', 'annotator_agreement', 'to_preferences', 'tally', 'label_rows',
+           'export_preferences']
 
 # %% ../../nbs/widgets/labels.ipynb #72ebeaa7
 @dataclass(frozen=True)
@@ -404,7 +405,7 @@ def tally(labels: Sequence[Label]) -> list[dict[str, Any]]:
     return rows
 
 
-FORMATS = ("preference", "unpaired", "prompt_completion", "messages", "text", "prompt")
+LABEL_FORMATS = ("preference", "unpaired", "prompt_completion", "messages", "text", "prompt")
 
 
 def label_rows(labels: Sequence[Label], format: str = "preference", ties: str = "drop") -> list[dict[str, Any]]:
@@ -420,7 +421,7 @@ def label_rows(labels: Sequence[Label], format: str = "preference", ties: str = 
     Raises:
         ConfigError: an unknown format or way.
     """
-    check_choice("format", format, FORMATS)
+    check_choice("format", format, LABEL_FORMATS)
     rows = to_preferences(labels, ties if format == "preference" else "drop")
     if format != "unpaired":
         return [_of_format(row, format) for row in rows]
