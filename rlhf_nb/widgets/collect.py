@@ -24,8 +24,8 @@ from ..untrusted import Unreadable, json_value
 from .html import escape, table_html
 from .kernel import attended, show_live
 from rlhf_nb.widgets.labels import (
-    LABEL_FORMATS, AnnotatorAgreement, Answers, Label, LabelStore, Pair, annotator_agreement, export_preferences, label_rows,
-    make_pairs, tally, to_preferences,
+    LABEL_FORMATS, AnnotatorAgreement, Answers, Label, LabelStore, Pair, annotator_agreement, export_preferences,
+    label_rows, make_pairs, tally, to_preferences,
 )  # fmt: skip
 from .touch import inert_json, page_file
 
