@@ -13,10 +13,10 @@ from ..models.merge import Merged, merge_models, told_place
 from ..models.recipe import NEEDS_BASE, MergePart, Recipe, check_method
 
 # %% auto #0
-__all__ = ['shares_of', 'size_of', 'write_card', 'merge_named', 'merged_told']
+__all__ = ['weights_said', 'size_of', 'write_card', 'merge_named', 'merged_told']
 
 # %% ../../nbs/hub/merging.ipynb #a919007
-def shares_of(text: str | None, models: int) -> list[float]:
+def weights_said(text: str | None, models: int) -> list[float]:
     """What `--weights` says, one number a model.
 
     Args:
@@ -64,7 +64,7 @@ def merge_named(
         models: directories or short names.
         out: folder of the merged model.
         method, base, t, scale, dtype: as in `Recipe`.
-        weights: see `shares_of`.
+        weights: see `weights_said`.
         shard_size: largest file of weights, such as 5GB.
         overwrite: replace a model that is in the folder.
 
@@ -95,7 +95,7 @@ def merge_named(
         if not fits[option]:
             raise ConfigError(f"--{option} means nothing to {method}: leave it out.")
     given.pop("weights", None)
-    parts = [MergePart(model=m, weight=w) for m, w in zip(models, shares_of(weights, len(models)))]
+    parts = [MergePart(model=m, weight=w) for m, w in zip(models, weights_said(weights, len(models)))]
     settings = {"method": method, "models": parts, "dtype": dtype, **({"base": base} if base else {}), **given}
     recipe = Recipe.model_validate(settings).checked()
     done = merge_models(recipe, out, shard_bytes=most)
