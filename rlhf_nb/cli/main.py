@@ -413,13 +413,14 @@ def board(
     port: int = typer.Option(8765, min=0, max=65535, help="0 takes a free one"),
     host: str = typer.Option("127.0.0.1", help="0.0.0.0 lets other machines look, by a secret address"),
     steer: bool = typer.Option(False, "--steer", help="who has the address may also write notes, ask runs, fork them"),
+    label: str = typer.Option(None, metavar="PAIRS", help="a file of pairs: who has the address may label them"),
     debug: bool = Debug,
 ) -> None:
     """Look at all runs of a folder in a browser, and compare them."""
     with told(debug):
         import rlhf_nb.widgets.board as views
 
-        views.serve_board(folder, port, host, say=partial(_tell, err=False), steer=steer)
+        views.serve_board(folder, port, host, say=partial(_tell, err=False), steer=steer, label=label)
 
 
 @app.command()
