@@ -60,11 +60,11 @@ OF_COMMAND: dict[str, dict[str, str]] = {  # metavariables that mean something e
     "sft": {"FILE": "sft.jsonl"}, "process": {"FILE": "steps.jsonl"}, "ppo": {"FILE": "prompts.jsonl"}, "config": {"NAME": "zero3"},
     "grpo": {"FILE": "prompts.jsonl"}, "rlaif": {"FILE": "prompts.jsonl"},
     "get": {"NAME": "smollm2"}, "feedback": {"FILE": "feedback.jsonl"}, "reward": {"FILE": "pairs.jsonl"}, "launch": {"FORK": "runs/fork"}, "fork": {"KEY=VALUE": "kl_coef=0.2"}, "push": {"NAME": "owner/name"}, "run": {"FILE": "pairs.jsonl", "run.yaml": "run_all.yaml"},
-    "sample": {"FOLDER": "runs/reward/model", "...": "Hello."}, "attack": {"MODEL": "runs/reward/model"},
+    "sample": {"FOLDER": "runs/reward/model", "...": "Hello."},
     "eval": {"FOLDER": "runs/reward/model"}, "compare": {"A": "runs/eval/old", "B": "runs/eval/new", "C": "runs/eval/sums/smollm2"}, "plan": {"FILE": "run.yaml"},
 }  # fmt: skip
 CONFIGS = {
-    "eval": "bench.evals:EvalConfig", "attack": "bench.attack:AttackConfig",
+    "eval": "bench.evals:EvalConfig",
     "cycle": "pipeline.cycle:CycleConfig", "data": "pipeline.data_look:LookConfig",
     "compare": "bench.compare:CompareConfig",
 }  # fmt: skip

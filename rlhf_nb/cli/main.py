@@ -156,7 +156,7 @@ runs_app = typer.Typer(help="Look after run directories.", no_args_is_help=True)
 app.add_typer(runs_app, name="runs")
 
 for module, names in (
-    (ask, ("sample", "chat", "get", "eval", "compare", "attack")),
+    (ask, ("sample", "chat", "get", "eval", "compare")),
     (models, ("export", "merge", "push")),
     (traffic, ("serve", "feedback", "cycle")),
     (trials, ("fork",)),

@@ -50,8 +50,8 @@ def named_reward(said: str | None, source: ExportSource) -> AnswerScorer | None:
 # %% ../../nbs/export/command.ipynb #a931009
 def export_named(
     model: str, out: str | Path, to: str = "safetensors", *, on: str | None = None, limit: int = 32,
-    answer_tokens: int = 32, reward: str | None = None, max_kl: float | None = None, max_lost: float | None = None, force: bool = False,
-    dtype: str = "auto", shard_size: str = "5GB", overwrite: bool = False,
+    answer_tokens: int = 32, reward: str | None = None, max_kl: float | None = None, max_lost: float | None = None,
+    force: bool = False, dtype: str = "auto", shard_size: str = "5GB", overwrite: bool = False,
 ) -> Exported:  # fmt: skip
     """Export a model by its name, with everything as it is typed: what `rlhf-nb export` does.
 
