@@ -211,6 +211,7 @@ def test_gradients_of_all_cores_take_the_memory_of_one(two_threads: None) -> Non
     assert all(p.grad is None for replica in crew.replicas for p in replica.parameters())
     assert all(p.grad is not None for p in net.parameters())
 
+
 @pytest.mark.parametrize("first_out", ["the first", "the second"])
 @pytest.mark.parametrize("born", ["before", "inside"])
 def test_fits_that_overlap_in_threads_leave_the_number_of_threads(born: str, first_out: str, two_threads: None) -> None:
@@ -253,7 +254,6 @@ def test_fits_that_overlap_in_threads_leave_the_number_of_threads(born: str, fir
     later.join()
     assert {k: n for k, n in told.items() if "alone" not in k} == {"the first": 2, "the second": 2, "later": 2}, told
     assert {n for k, n in told.items() if "alone" in k} == {1}
-
 
 
 def test_a_small_model_trains_on_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
