@@ -221,10 +221,11 @@ def first_heading(guide: str) -> str:
 
 
 def cited() -> dict[str, list[str]]:
-    """arXiv id -> the notebooks and guides that cite it, in reading order."""
+    """arXiv id -> the notebooks, guides and tables that cite it, in reading order."""
     found: dict[str, list[str]] = {}
     files = {f"nbs/{n}.ipynb": prose_and_code(n) for room in rooms(ROOT) for n in room.notebooks}
-    for path in [*sorted((ROOT / "docs").glob("*.md")), *(ROOT / g for g in GUIDES)]:
+    tables = [*sorted((ROOT / "rlhf_nb").rglob("*.yaml")), *sorted((ROOT / "benchmarks").glob("*.py"))]
+    for path in [*sorted((ROOT / "docs").glob("*.md")), *(ROOT / g for g in GUIDES), *tables]:
         files[path.relative_to(ROOT).as_posix()] = path.read_text(encoding="utf-8")
     for name, text in files.items():
         near = re.sub(r"arxiv", "", text, flags=re.I) != text
@@ -249,11 +250,12 @@ def references() -> dict[str, list[str]]:
 
 def bibliography() -> str:
     """Every paper that is cited, why, and where."""
-    known, out = references(), ["# Bibliography", "Every paper on arXiv that a notebook or a guide cites: what we took from it, and where. Ordered by date."]  # fmt: skip
+    where = place(ROOT)
+    known, out = references(), ["# Bibliography", "Every paper on arXiv that a notebook, a guide or a table cites: what we took from it, and where. Ordered by date."]  # fmt: skip
     for key, places in sorted(cited().items()):
         what, why = known[key]
         links = ", ".join(
-            f"[{p.removeprefix('nbs/').removesuffix('.ipynb').removesuffix('.md').replace('/', '.')}]({p.replace('.ipynb', '.md')})"
+            f"[{p.removeprefix('nbs/').removesuffix('.ipynb').removesuffix('.md').replace('/', '.')}]({p.replace('.ipynb', '.md') if p.endswith(('.ipynb', '.md')) else f'{where.url}/blob/{where.ref}/{p}'})"
             for p in places
         )
         out.append(f"[{key}](https://arxiv.org/abs/{key}) {what}. {why} *In {links}.*")
@@ -512,6 +514,18 @@ def dead(folder: Path) -> list[str]:
     return faults
 
 
+def reachable(folder: Path) -> int:
+    """Let the keyboard into every block of code, which scrolls where it is too wide; returns how many blocks."""
+    count = 0
+    for path in folder.rglob("*.html"):
+        text = path.read_text(encoding="utf-8")
+        wide = re.sub(r"<pre(?![^>]*tabindex)(?=[ >])", '<pre tabindex="0"', text)
+        count += wide.count('<pre tabindex="0"')
+        if wide != text:
+            path.write_text(wide, encoding="utf-8")
+    return count
+
+
 def main() -> None:
     build = ROOT / "build" / "site"
     if "--again" not in sys.argv:
@@ -523,6 +537,7 @@ def main() -> None:
     sphinx = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", "-d", str(build / "tree"), "-c", str(PAGES)]  # fmt: skip
     if subprocess.run([*sphinx, str(site.source), str(build / "html")]).returncode:
         raise SystemExit("Sphinx warned; the lines above say where")
+    reachable(build / "html")
     faults = dead(build / "html")
     if faults:
         raise SystemExit("\n".join(faults[:50]) + f"\n{len(faults)} dead links")

@@ -264,7 +264,7 @@ def metrics(folder: Path, data: bytes) -> None:
     Console(file=io.StringIO(), width=100, force_terminal=True).print(screen(readers))
     metrics_text(readers)
     if readers[0].status.state != "waiting":
-        report(readers, folder / "report.html", pngs=False)
+        report(readers, folder / "report.html")
     EventLog(folder / "metrics.jsonl").truncate_after(5)
     for e in read_metrics(folder):
         float(e["step"]), e.get("type")
@@ -274,7 +274,7 @@ def samples(folder: Path, data: bytes) -> None:
     """Damaged samples: in a report, and token by token."""
     (folder / "metrics.jsonl").write_bytes(EVENTS)
     (folder / "samples.jsonl").write_bytes(data)
-    report(folder, pngs=False)
+    report(folder)
     rows = read_samples(folder)
     sample_table(select_samples(rows, "kl"))
     for row in rows:
@@ -289,7 +289,7 @@ def config(folder: Path, data: bytes) -> None:
     reader = open_runs(folder)[0]
     reader.poll()
     str(reader.status)
-    report(reader, folder / "report.html", pngs=False)
+    report(reader, folder / "report.html")
     kind = PipelineConfig if data[:4] == PIPELINE[:4] else SFTConfig
     try:
         kind.load(folder / "config.yaml").to_yaml()
@@ -494,7 +494,7 @@ def folder_of_names(folder: Path, data: bytes) -> None:
         draw.choice([*kinds_of_names(victim).values(), sparse])(home / name)
     run, readers = RunDir(home), open_runs(home)
     acts: list[Callable[[], Any]] = [
-        lambda: read_metrics(home), lambda: read_samples(home), lambda: report(home, folder / "report.html", pngs=False), run.config,
+        lambda: read_metrics(home), lambda: read_samples(home), lambda: report(home, folder / "report.html"), run.config,
         lambda: [r.poll() for r in readers], lambda: run.request("pause"), lambda: run.open({"steps": 10}, resume=True), lambda: find_model(str(home / "model")),
         lambda: load_model(str(home / "model"), device="cpu"), lambda: SFTConfig.load(home), lambda: read_json(home / "stage.json"), lambda: roll_back(home, 1),
         lambda: EventLog(run.metrics_path).append("step", 3), lambda: EventLog(run.samples_path).truncate_after(3), lambda: RunLock(home).__enter__().__exit__(),

@@ -1,7 +1,7 @@
 """How often is a rule that looks again and again wrong where nothing happens, and how soon is it right where something does?
 
 Every rule of the package that looks repeatedly, on simulated runs: `stop_on: overoptimised` and the lights "reward" and "KL left" (all by `sequential.fall`),
-`decide`, and the bounds of a monitor. Curves that never fall: flat, rising, saturating, with a jump up, with heavy tails, with few right-or-wrong answers, with
+and `decide`. Curves that never fall: flat, rising, saturating, with a jump up, with heavy tails, with few right-or-wrong answers, with
 noise that grows, that is lopsided or remembers, short and long. Curves that fall, for the power.
 
     python tests/looks.py                          # 2,000 runs of each kind, a look after each of 500 points: about four minutes of CPU
@@ -16,8 +16,6 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_nb.feedback.drift import AlarmBudget
-from rlhf_nb.feedback.monitor import _evidence
 from rlhf_nb.sequential import ALPHA, LEAST, bets, fall_evidence, log_wealth
 
 Floats = NDArray[np.float64]
@@ -93,25 +91,6 @@ def decided(rng: np.random.Generator, runs: int, looks: int, rate: float = 0.5) 
     return float((np.maximum(up, down) >= np.log(2 / ALPHA)).any(1).mean())
 
 
-def bounded(rng: np.random.Generator, runs: int, hours: int, over: float = 1.0) -> dict[str, float]:
-    """Share of services that get an alert in so many hours, with a mean that lies at `over` times its bound; 60 requests an hour, windows of a day."""
-    level = -np.log(AlarmBudget(100.0, 40).alpha(3600.0))
-    out = {}
-    for name, bound, sign, kind, draw in (
-        ("a share, highest", 0.1, 1, "share", lambda m: (rng.random((runs, hours, 60)) < m) * 1.0),
-        ("a share, lowest", 0.6, -1, "share", lambda m: (rng.random((runs, hours, 60)) < m) * 1.0),
-        ("seconds, highest", 2.0, 1, "positive", lambda m: rng.exponential(m, (runs, hours, 60))),
-        ("a reward, lowest", 1.0, -1, "any", lambda m: rng.normal(m, 2.0, (runs, hours, 60))),
-    ):
-        values = draw(bound * over if sign > 0 else bound / over)
-        seen = [
-            any(_evidence(v[max(0, h - 24) : h].ravel(), bound, sign, kind) >= level for h in range(4, hours + 1))
-            for v in values
-        ]
-        out[name] = float(np.mean(seen))
-    return out
-
-
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -138,12 +117,6 @@ def main() -> None:
     print(
         f"\n`decide`, {args.looks} looks: {decided(rng, runs, args.looks):.1%} of equals; true rate 0.55: {decided(rng, runs, args.looks, 0.55):.0%}, 0.6: {decided(rng, runs, args.looks, 0.6):.0%}"
     )
-    for over in (1.0, 1.25, 1.5):
-        print(
-            f"monitor, mean at {over} times its bound, 500 hours" if over == 1 else f"monitor, {over} times, 48 hours",
-            {k: f"{v:.1%}" for k, v in bounded(rng, max(runs // 10, 20), 500 if over == 1 else 48, over).items()},
-            flush=True,
-        )
 
 
 if __name__ == "__main__":

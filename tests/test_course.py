@@ -21,11 +21,11 @@ import torch
 import yaml
 
 from rlhf_nb import learn
-from rlhf_nb.core import ConfigError
+from rlhf_nb.core import ConfigError, t_share
 from rlhf_nb.data import toy
 from rlhf_nb.learn import checks
 from rlhf_nb.learn.checks import judge, run_again
-from rlhf_nb.learn.world import LessonWorld
+from rlhf_nb.learn.world import LessonWorld, shipped_log
 
 ROOT = Path(__file__).resolve().parent.parent
 LESSONS = sorted((ROOT / "nbs" / "course").glob("lesson_*.ipynb"))
@@ -42,12 +42,26 @@ SECTIONS = [
 ]
 # terms and the lesson that defines them, in bold, italics or a sentence with "is"; lesson 1 comes first
 DEFINED = {
-    1: ["policy", "reference", "reward model", "gold", "critic", "nat", "KL", "proxy"],
-    2: ["token", "log-prob", "chain rule", "entropy", "perplexity", "logits"],
+    1: [
+        "policy",
+        "reference",
+        "reward model",
+        "gold",
+        "critic",
+        "nat",
+        "KL",
+        "proxy",
+        "log-prob",
+        "courtesy",
+        "SFT",
+        "PPO",
+    ],
+    2: ["token", "chain rule", "entropy", "perplexity", "logits"],
     4: ["sigmoid", "calibration"],
     6: ["log-ratio"],
-    7: ["baseline", "log-derivative trick"],
-    8: ["rollout", "advantage", "λ-return", "tool"],
+    3: ["bootstrap"],
+    7: ["baseline", "log-derivative trick", "advantage", "REINFORCE", "RLOO"],
+    8: ["rollout", "λ-return", "tool", "whitened"],
     9: ["checkpoint", "budget"],
     10: ["implicit reward", "margin"],
     11: ["p-value", "Holm's correction"],
@@ -139,6 +153,41 @@ def test_terms_are_defined_before_they_are_used() -> None:
     assert not late, "\n".join(late)
 
 
+RUN = shipped_log()["held_out"]
+HELD: dict[str, Callable[[], bool]] = {  # numbers of the prose that no cell of their lesson holds
+    "0.14": lambda: round(sum(p.numel() for p in toy.build_model(0).parameters()) / 1e6, 2) == 0.14,
+    "200": lambda: 150 < len(toy.build_tokenizer()) < 250,
+    "2.5": lambda: toy.gold_reward([OWLS] * 2, [" You can find owls in the forest. Enjoy the park!", ""]) == [2.5, -0.5],
+    "2.7": lambda: round(math.e, 1) == 2.7,
+    "3.182": lambda: abs(t_share(3.182, 3) - 0.95) < 1e-4,
+    "2.201": lambda: abs(t_share(2.201, 11) - 0.95) < 1e-4,
+    "95": lambda: abs(math.erf(1.96 / math.sqrt(2)) - 0.95) < 1e-3,
+    "77": lambda: [round(100 * RUN[k] / RUN["asked"]) for k in ("old", "new")] == [3, 77],
+    "135": lambda: "135M" in shipped_log.__doc__,
+    "1024": lambda: "1,024 held-out prompts" in (ROOT / "docs" / "results.md").read_text(encoding="utf-8"),
+}  # fmt: skip
+OWLS = "Visitor: Where do owls live?\nPip:"
+
+
+def test_numbers_of_the_prose_are_held() -> None:
+    """Each decimal, percentage or number of three digits stands in the lesson's cells or what they printed, or is held here."""
+    loose = []
+    for path in LESSONS + LABS:
+        ran = [c for c in cells(path) if c["cell_type"] == "code"]
+        shown = " ".join(c["source"] + json.dumps(c["outputs"], ensure_ascii=False) for c in ran).replace("_", "")
+        text = re.sub(r"`[^`]*`|\$[^$\n]*\$|arXiv [\d.]+|\(\d{4}\)|## Two papers.*", "", prose(path))
+        for number in re.findall(r"(?<![\w.,])\d+\.\d+|(?<![\w.,])\d[\d,]{2,}\b|(?<![\w.,])\d+(?= %)", text):
+            number = number.replace(",", "")
+            share = f"|0\\.{number}" if len(number) == 2 else ""  # 80 % may be printed as 0.80, and 0.67 as 0.673
+            found = re.search(
+                rf"(?<![\d.])({re.escape(number)}{share})" + ("" if "." in number or share else r"(?!\d)"), shown
+            )
+            if not found and number not in HELD:
+                loose.append(f"{path.stem}: {number}")
+    assert not loose, loose
+    assert not (wrong := [number for number, holds in HELD.items() if not holds()]), wrong
+
+
 def test_every_lesson_has_solutions_and_a_quiz() -> None:
     known = yaml.safe_load((ROOT / "rlhf_nb" / "learn" / "lessons.yaml").read_text(encoding="utf-8"))
     for path in LESSONS + LABS:
@@ -147,6 +196,9 @@ def test_every_lesson_has_solutions_and_a_quiz() -> None:
         answers = ROOT / "nbs" / "solutions" / f"solutions_{path.stem.removeprefix('lesson_')}.ipynb"
         solved = re.findall(r'assert learn\.check\("(\w+)"', "\n".join(code(answers)))
         assert asked == solved and n in known and f"{n} · {known[n]['title']}" in cells(path)[0]["source"]
+        assert len({q["right"] for q in known[n]["quiz"]}) >= 3, "a letter that is always right teaches nothing"
+    right = [q["right"] for lesson in known.values() for q in lesson["quiz"]]
+    assert max(right.count(letter) for letter in "abcd") < 0.35 * len(right)
 
 
 @pytest.mark.parametrize("path", LABS, ids=lambda p: p.stem)
@@ -244,13 +296,26 @@ def test_submissions_may_use_torch_and_numpy() -> None:
     assert run_again("rloo", "def f(s): return [x - sum(s) / len(s) for x in s]", 3) == "nearly"
 
 
-def test_what_is_called_an_exercise_has_a_checker_and_a_solution() -> None:
-    """Lessons' exercises have both (above); what other notebooks suggest is called "To try" and promises neither."""
-    called = []
-    for path in sorted((ROOT / "nbs").rglob("*.ipynb")):
-        told = "\n".join(c["source"] for c in cells(path) if c["cell_type"] == "markdown")
-        called += [path] if re.search(r"^#+ Exercises?$", told, re.M) else []
-    assert called == LABS + LESSONS, [str(p) for p in {*called} ^ {*LABS, *LESSONS}]
+POSES = {  # what asks a reader for an answer that something marks
+    "markdown": r"^#+ .*[Ee]xercise|\*\*(\d+\. )?Exercise|^Exercise\b|Find the silent bug|Complete `|The checker\b|^## To try(?!\n\n\*Suggestions, not)",
+    "code": r"(?i)your (turn|code|line)|replace this|[\"']solved|not yet[\"']|# the exercise",
+}
+
+
+def posed(path: Path) -> list[str]:
+    """What in a notebook poses as an exercise."""
+    asks = ((c, re.search(POSES.get(c["cell_type"], r"(?!)"), c["source"], re.M)) for c in cells(path))
+    return [f"{path.stem}: {c['source'][found.start() :].splitlines()[0]}" for c, found in asks if found]
+
+
+def test_what_poses_as_an_exercise_has_a_checker_and_a_solution() -> None:
+    """Lessons' and labs' exercises have both (above); what other notebooks suggest says that it is none, and shows its code."""
+    notebooks = sorted((ROOT / "nbs").rglob("*.ipynb"))
+    others = [p for p in notebooks if p.parent.name not in ("course", "solutions", "learn")]
+    assert len(others) > 200 and not (found := [f for p in others for f in posed(p)]), "\n".join(found)
+    assert all(posed(p) for p in LESSONS + LABS), "the rule sees those that are some"
+    suggested = [p for p in others if any("*Suggestions, not exercises: nothing here is marked." in c["source"] for c in cells(p))]  # fmt: skip
+    assert len(suggested) > 100
 
 
 def test_one_wrong_file_stops_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -382,3 +447,22 @@ def test_a_stored_figure_is_what_its_code_draws(path: Path, tmp_path: Path, monk
             assert markup(drawn) == markup(stored), "execute the lesson again"
             return
     raise AssertionError("no figure")
+
+
+@pytest.mark.parametrize("room", ["serve", "export", "feedback", "cli"])
+def test_plumbing_says_what_it_is_for_and_where_its_tests_are(room: str) -> None:
+    """In its first cell: a promise in bold, and files of tests that exist."""
+    for path in sorted((ROOT / "nbs" / room).glob("*.ipynb")):
+        head = next(c["source"] for c in cells(path) if c["source"].startswith("# "))
+        named = re.findall(r"`(tests/test_\w+\.py)`", head.partition("*Tests beyond this notebook:")[2])
+        assert re.search(r"^\*\*.*\*\*$", head, re.M) and named and all((ROOT / n).exists() for n in named), path.stem
+
+
+@pytest.mark.parametrize("room", ["losses", "rollout", "scoring", "decode", "evaluate"])
+def test_each_chapter_shows_its_point(room: str) -> None:
+    """A picture, or a table that was executed: printed lines that belong together."""
+    for path in sorted((ROOT / "nbs" / room).glob("*.ipynb")):
+        outputs = [o for c in cells(path) for o in c.get("outputs", [])]
+        rich = [o for o in outputs if {"image/png", "image/svg+xml", "text/html"} & {*o.get("data", {})}]
+        tables = [o for o in outputs if "".join(o.get("text", "")).rstrip().count("\n") >= 2]
+        assert rich or tables, f"{path.stem}: no figure, and no table of three lines"

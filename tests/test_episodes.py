@@ -14,6 +14,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from rlhf_nb.core import ConfigError, DataError, derive_seed
 from rlhf_nb.data import toy
 from rlhf_nb.data.sources import collate_prompts
 from rlhf_nb.data.templates import make_chat_template
+from rlhf_nb.fast.engine import FEWEST_ROWS, RowCache, decoder_for
 from rlhf_nb.rollout import episodes as module
 from rlhf_nb.rollout.backends import OurSampler, Request, Sampler
 from rlhf_nb.rollout.episodes import EpisodeConfig, Episodes, Step, Turn, environment_kinds
@@ -193,6 +195,31 @@ def test_order_and_company_change_no_token() -> None:
         for k in range(2):
             a, b = one[2 * i + k].trim(), other[4 * i + k].trim()
             assert torch.equal(a.completion_ids, b.completion_ids)
+
+
+def test_what_is_kept_between_turns_changes_no_bit_and_saves_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All turns' keys and values kept, some of them for want of memory, none: the same rows; fewer tokens are read."""
+    read, real = [0], RowCache.states
+    size = RowCache(decoder_for(MODEL, 1), 1, 1).decoder.token_bytes * 128  # a row's
+
+    def counted(self: RowCache, rows: Any, blocks: Any, least: int = FEWEST_ROWS) -> Any:
+        read[0] += sum(map(len, blocks)) if least > 1 else 0
+        return real(self, rows, blocks, least)
+
+    class Forgets(OurSampler):
+        def answer(self, model: Any, request: Request) -> Rollout:
+            return super().answer(model, replace(request, kept=None))
+
+    monkeypatch.setattr(RowCache, "states", counted)
+    monkeypatch.setattr("rlhf_nb.fast.engine.workers_for", lambda model: 1)
+    found = []
+    for inner in (OurSampler(), OurSampler(cache_bytes=8 * size), Forgets(), Forgets(cache_bytes=8 * size)):
+        read[0] = 0
+        found.append((play(Chat, samples=4, new=40, inner=inner), read[0]))
+    rows, tokens = [r for r, _ in found], [n for _, n in found]
+    assert all(torch.equal(r.completion_ids, rows[0].completion_ids) for r in rows)
+    assert all(torch.equal(r.rollout_logps, rows[0].rollout_logps) for r in rows)
+    assert tokens[0] < 0.8 * tokens[2] and tokens[1] < tokens[3], tokens
 
 
 def test_who_waits_costs_the_others_nothing() -> None:

@@ -38,7 +38,13 @@ NEEDS = {  # extra: packages that are hidden, and command lines that need one of
         ["grpo TINY rollout_batch_size=4 mini_batch_size=4 num_generations=2 'rewards=[{verify: math}]'"],
     ),
 }  # fmt: skip
-OTHER = {"browser", "dev", "docs", "test"}  # for those who work on the package
+OTHER = {
+    "browser",
+    "dev",
+    "docs",
+    "learn",
+    "test",
+}  # for those who work on the package, and a Jupyter to read lessons in
 
 
 def test_every_extra_is_here_and_in_the_guide() -> None:

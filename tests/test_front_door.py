@@ -60,6 +60,22 @@ def test_nothing_is_imported_before_it_is_used() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_a_command_lets_waiting_threads_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said before torch is read; what the user said stays."""
+    for said, holds in ((None, "passive"), ("active", "active")):
+        code = (
+            "import os, sys; from rlhf_nb.app.cli import app\n"
+            "try: app(['runs', '--help'])\n"
+            "except SystemExit: pass\n"
+            f"assert os.environ['OMP_WAIT_POLICY'] == {holds!r} and 'torch' not in sys.modules\n"
+        )
+        monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+        if said:
+            monkeypatch.setenv("OMP_WAIT_POLICY", said)
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+
+
 def test_a_name_that_does_not_exist_is_answered_with_those_that_do() -> None:
     with pytest.raises(AttributeError, match="GRPOTrainer"):
         _ = rlhf_nb.GRPOTrianer

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 _SPEC = importlib.util.spec_from_file_location("kit", ROOT / ".ci" / "kit.py")
@@ -38,4 +39,19 @@ def test_a_deck_has_about_ten_slides(path: Path) -> None:
 @pytest.mark.slow
 def test_decks_are_made(tmp_path: Path) -> None:
     made = kit.slides(tmp_path)
-    assert len(made) == 12 and all("<section>" in p.read_text(encoding="utf-8") for p in made)
+    assert len(made) == 12
+    for text in (p.read_text(encoding="utf-8") for p in made):
+        assert "<section>" in text and "<figure" in text and "['<figure" not in text and "Out[&nbsp;" not in text
+
+
+def test_a_paper_asks_about_each_lesson_and_has_a_key(tmp_path: Path) -> None:
+    """Sixty questions, five a lesson; none is on the site, and none is a question of a quiz."""
+    questions = yaml.safe_load((ROOT / ".ci" / "exam.yaml").read_text(encoding="utf-8"))
+    assert list(questions) == [*range(1, 13)] and all(len(asked) == 5 for asked in questions.values())
+    every = [q for asked in questions.values() for q in asked]
+    quizzes = (ROOT / "rlhf_nb" / "learn" / "lessons.yaml").read_text(encoding="utf-8")
+    assert len({q["ask"] for q in every}) == 60 and all(len(q["key"]) > 20 and q["ask"] not in quizzes for q in every)
+    paper, key = kit.exam(tmp_path, 3)
+    assert [p.read_text(encoding="utf-8").count("\n\n") for p in (paper, key)] == [12, 12]
+    other, _ = kit.exam(tmp_path / "other", 4)
+    assert paper.read_text(encoding="utf-8") != other.read_text(encoding="utf-8")

@@ -33,7 +33,6 @@ def dotted(path: Path) -> str:
 
 # Twenty CPU seconds and more, run in the slow suites; what they call is tested by the file beside them.
 LONG = {
-    "bench.attack": "test_evals.py",
     "course.lab_a": "test_course.py",
     "course.lab_b": "test_course.py",
     "course.lesson_02": "test_course.py",
@@ -49,7 +48,6 @@ LONG = {
     "models.merge": "test_merge.py",
     "pipeline.cycle": "test_cycle.py",
     "pipeline.stages": "test_gates.py",
-    "pipeline.sweep": "test_settings_sweep.py",
     "rollout.workers": "test_draw_workers.py",
     "scale.launch": "test_control.py",
     "tutorials.a_policy_learns_to_use_a_calculator": "test_episodes.py",

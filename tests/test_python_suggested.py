@@ -58,14 +58,14 @@ RUN: dict[str, str] = {  # a suggestion, and lines that hold it; of a fence, and
     "bench.instructions.followed(answer, checks)": "from rlhf_nb import bench; import rlhf_nb.bench.instructions\nanswer, checks = 'Owls fly.', [{'kind': 'no_commas'}]\n",
     FROZEN: RESULTS, 'CapabilityTester.read("frozen.json").test({...})': f"{RESULTS}{FROZEN}\nCapabilityTester.read('frozen.json').test({{'sums': results, 'facts': others}})",
     'FeedbackStore("feedback.jsonl")': "from rlhf_nb.feedback.store import FeedbackStore\n",
-    "torch.use_deterministic_algorithms(True)": "", "from rlhf_nb.pipeline.fork import fork": "", "from rlhf_nb.pipeline.sweep import sweep": "",
+    "torch.use_deterministic_algorithms(True)": "", "from rlhf_nb.pipeline.fork import fork": "",
     "def brief(prompts, completions, answer, **columns)": "",
     "tokenizer.apply_chat_template(messages, tokenize=False).rstrip()": TEMPLATES + "set_chat_template(tokenizer); messages = [{'role': 'user', 'content': 'Hi!'}]\n",
     "evaluate(model, tokenizer, prompts, rewards, reference, seed=...)": "prompts, rewards, reference = ['Visitor: Hi!\\nPip:'], {'short': short}, model\nevaluate(model, tokenizer, prompts, rewards, reference, seed=0)",
     "evaluate(..., reference=base)": "assert evaluate(model, tokenizer, ['Visitor: Hi!\\nPip:'], {'short': short}, reference=toy.build_model(1, 'tiny')).summary()",
     "from rlhf_nb import learn\n\nworld": "def my_function(scores, n): return scores\n", "from rlhf_nb import learn\n\nprint": "os.mkdir('submissions'); open('submissions/ada.json', 'w').write('{\"student\": \"Ada\", \"answers\": {}}')\n",
     "model.generate(..., num_beams=4)": "model.generate(torch.tensor([[3, 4]]), num_beams=4, max_new_tokens=4)",
-    "RewardAttack(score, changes=[Change(...)])": "from rlhf_nb.bench.attack import Change, RewardAttack\nscore, rows = short, toy.sft_rows(32, 0)\nassert RewardAttack(score, changes=[Change('mine', 'an end', lambda text: text + ' So.')], worlds=20).run(rows)",
+    "from rlhf_nb import read_rows\nfrom rlhf_nb.bench.evals import scorer": "save_model(model, tokenizer, 'tiny'); RewardModel.from_policy(model).save('runs/reward/model', tokenizer)\nimport json; open('pairs.jsonl', 'w').write(''.join(json.dumps(r) + chr(10) for r in toy.preference_rows(8, 0)))\n",
     "with Dashboard(trainer).live(): trainer.fit()": SFT + "from rlhf_nb import Dashboard\n", "Dashboard(...)": SFT + "from rlhf_nb import Dashboard\ntrainer.fit(); Dashboard('run')",
     'Dashboard("runs/ppo")': SFT.replace("'run'", "'runs/ppo'") + "from rlhf_nb import Dashboard\ntrainer.fit()\n", "from rlhf_nb import Dashboard, Runs": "",
     'Runs("runs")': SFT.replace("'run'", "'runs/ppo-0'") + "from rlhf_nb import Runs\ntrainer.fit()\n",
@@ -106,8 +106,8 @@ ELSEWHERE = {  # what another file runs: its name, and the words that do
 }  # fmt: skip
 SPOKEN_OF = {  # no advice: what a class must have, what we call, what a function is called like
     "model(...)", "decode(encode(x)) == x", "frozen_modules()", "controls()", "fit()", "import rlhf_nb", "Rewards(rollout, needed=False)", "reset(**row)", "get_reward()",
-    "f(prompts, completions)", "XmodPreTrainedModel.set_default_language()", "time() - rlhf_nb_monitor_time_seconds > 7200", "use_fast(False)", "sys.exit(importlib.util.find_spec('vllm') is None)",
-    "len(prompt_ids)", "torch.cuda.is_bf16_supported()", "from rlhf_nb.pipeline.sweep import serve_jobs", "serve_jobs()", "score(completions)", "reset(self, row, seed)",
+    "f(prompts, completions)", "XmodPreTrainedModel.set_default_language()", "use_fast(False)", "sys.exit(importlib.util.find_spec('vllm') is None)",
+    "len(prompt_ids)", "torch.cuda.is_bf16_supported()", "score(completions)", "reset(self, row, seed)",
     "step(self, turn)", "step(turn)", "denominators()", "from rlhf_nb import SFTConfig, SFTTrainer",
 }  # fmt: skip
 OF_WHAT_IS_CALLED = {"fit"}  # of the trainer at hand

@@ -28,7 +28,6 @@ from rlhf_nb.data.templates import make_chat_template, train_bpe
 from rlhf_nb.models.heads import RewardModel
 from rlhf_nb.models.load import save_model
 from rlhf_nb.models.places import COMPLETE
-from rlhf_nb.pipeline.sweep import read_sweep
 
 LINES = suggestions.all_lines()
 FILLED = {  # what a message fills in
@@ -42,7 +41,7 @@ FILLED = {  # what a message fills in
 }  # fmt: skip
 FILLED_IN = {  # where the same word means something else
     "compare A B --suite NAME": "compare tiny other --suite sums", "eval/SUITE/A runs/eval/SUITE/B": "eval/old runs/eval/new",
-    "--votes FILE": "--votes votes.jsonl", "serve MODEL --feedback FILE": "serve tiny --feedback said.jsonl",
+    "serve MODEL --feedback FILE": "serve tiny --feedback said.jsonl",
     "serve --feedback FILE": "serve tiny --feedback said.jsonl", "serve MODEL --traffic FILE": "serve tiny --traffic said.jsonl",
     "eval MODEL --suite {model}": "eval tiny --suite sums", "sample {name}": "sample tiny", "push {place} {name}": "push runs/ppo a/b",
     "{name} --config run/config.yaml": "ppo --config runs/ppo",
@@ -61,12 +60,12 @@ OF_COMMAND: dict[str, dict[str, str]] = {  # metavariables that mean something e
     "sft": {"FILE": "sft.jsonl"}, "process": {"FILE": "steps.jsonl"}, "ppo": {"FILE": "prompts.jsonl"}, "config": {"NAME": "zero3"},
     "grpo": {"FILE": "prompts.jsonl"}, "rlaif": {"FILE": "prompts.jsonl"},
     "get": {"NAME": "smollm2"}, "feedback": {"FILE": "feedback.jsonl"}, "reward": {"FILE": "pairs.jsonl"}, "launch": {"FORK": "runs/fork"}, "fork": {"KEY=VALUE": "kl_coef=0.2"}, "push": {"NAME": "owner/name"}, "run": {"FILE": "pairs.jsonl", "run.yaml": "run_all.yaml"},
-    "sample": {"FOLDER": "runs/reward/model", "...": "Hello."}, "attack": {"MODEL": "runs/reward/model"},
+    "sample": {"FOLDER": "runs/reward/model", "...": "Hello."},
     "eval": {"FOLDER": "runs/reward/model"}, "compare": {"A": "runs/eval/old", "B": "runs/eval/new", "C": "runs/eval/sums/smollm2"}, "plan": {"FILE": "run.yaml"},
 }  # fmt: skip
 CONFIGS = {
-    "eval": "bench.evals:EvalConfig", "attack": "bench.attack:AttackConfig",
-    "monitor": "feedback.monitor:MonitorConfig", "cycle": "pipeline.cycle:CycleConfig", "data": "pipeline.data_look:LookConfig",
+    "eval": "bench.evals:EvalConfig",
+    "cycle": "pipeline.cycle:CycleConfig", "data": "pipeline.data_look:LookConfig",
     "compare": "bench.compare:CompareConfig",
 }  # fmt: skip
 
@@ -115,10 +114,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (here / name).parent.mkdir(parents=True, exist_ok=True)
         (here / f"{name}.yaml").write_text("model: {name_or_path: tiny}\ndata: {path: toy}\nsteps: 1\nepochs: null\n")
     (here / "run_all.yaml").write_text("data: toy\nbase: {}\n")
-    few = "{steps: 1, epochs: null, mini_batch_size: 8}"
-    (here / "sweep.yaml").write_text(
-        f"method: sft\ntoy: true\nseeds: 2\nsettings: {few}\nover: {{optimizer.lr: [0.001, 0.01]}}\n"
-    )
     (here / "recipe.yaml").write_text(
         "method: linear\nmodels:\n- {model: tiny, weight: 1}\n- {model: other, weight: 1}\n"
     )
@@ -179,9 +174,6 @@ def resolve(command: str, params: dict[str, Any]) -> None:
         load_config(params["kind"], params["config"], given, params["toy"])
     elif command == "fork":
         load_config("ppo", None, given, False)
-    elif command == "sweep":
-        request = read_sweep(params["what"], given, **{"config": params["config"]} if params["config"] else {})
-        load_config(request.method, request.config, request.words(), request.toy or params["toy"])
     elif command in CONFIGS:
         module, name = CONFIGS[command].split(":")
         settings = [w for w in params.get("results", given) if "=" in w]
@@ -202,9 +194,6 @@ def test_each_line_is_understood(line: Suggestion, world: Path, monkeypatch: pyt
     words = words_of(line)
     if mention(words) or "--help" in words:
         call(*[w for w in words if w != "--help"], "--help")
-        return
-    if "--rollouts" in words:  # reads the run while it is parsed: run in the slow suite, with a run that has steps
-        assert "--rollouts" in call(words[0], "--help")
         return
     resolve(*read(words))
 

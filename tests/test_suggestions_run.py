@@ -23,7 +23,6 @@ import torch
 from command import call
 from suggestions import ROOT, Suggestion
 from test_cycle import ask
-from test_monitor import traffic
 from test_suggestions import mention, words_of, world
 from typer.testing import CliRunner
 
@@ -58,7 +57,7 @@ MADE = {
     "cycle": ["models/canary"],
 }  # what a command makes, by the line's beginning, and was there
 ELSEWHERE = {"demo --real": "tests/test_recipes.py"}  # what is run there
-ALERTS = {"monitor": 3, "cycle": 3}  # commands whose exit code also says what was found
+ALERTS = {"cycle": 3}  # commands whose exit code also says what was found
 
 
 def jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -107,8 +106,8 @@ def lived_in(world: Path) -> Path:
             promote_version(Versions("models"), name, "for the tests")
     (world / "submissions").mkdir()
     (world / "submissions/u17.json").write_text(json.dumps({"student": "u17", "answers": {}}))
-    jsonl(world / "traffic.jsonl", traffic(3) + traffic(3, "8d1f0c2a77b1", seed=1))
-    jsonl(world / "votes.jsonl", [{"model_a": "a", "model_b": "b", "winner": w} for w in ("model_a", "model_b", "tie") * 6])  # fmt: skip
+    line = {"time": 1.0, "id": "1", "model": "pip", "version": "8d1f0c2a77b1", "user": "u-17", "finish": "stop"}
+    jsonl(world / "traffic.jsonl", [line])
     jsonl(world / "alpaca.json", [{"instruction": "Say owl.", "input": "", "output": "Owl."}] * 16)
     jsonl(world / "orca_dpo.jsonl.gz", [{"system": "", "question": f"Owl {i}?", "chosen": "Yes.", "rejected": "No."} for i in range(16)])  # fmt: skip
     jsonl(world / "pairs.jsonl.gz", toy.preference_rows(64, 0))
@@ -136,14 +135,14 @@ def commands() -> dict[str, Suggestion]:
 def filled(line: Suggestion) -> list[str]:
     """The words of a line; "..." stands for a model and data."""
     words, more = words_of(line), " ..." in line.text or " …" in line.text
-    kind = words[1] if words[0] in ("launch", "sweep", "doctor", "plan") and len(words) > 1 else words[0]
+    kind = words[1] if words[0] in ("launch", "doctor", "plan") and len(words) > 1 else words[0]
     online = kind in known_methods() and get(known_methods()[kind]).online
     if "run.yaml" in words and online:
         words[words.index("run.yaml")] = "online.yaml"
     if "--resume" in words and "--config" not in words:
         words[1:1] = ["--config", "runs/ppo"]
     if (
-        words[0] in (kind, "launch", "doctor", "sweep", "plan")
+        words[0] in (kind, "launch", "doctor", "plan")
         and kind in known_methods()
         and not {"--config", "--toy"} & {*words}
     ):
@@ -151,7 +150,7 @@ def filled(line: Suggestion) -> list[str]:
         file = {"sft": "sft.jsonl", "process": "steps.jsonl"}.get(kind, "prompts.jsonl" if online else "pairs.jsonl")
         fill = {"model.name_or_path": "tiny", "data.path": file} | ({"reward": "runs/reward/model"} if online else {})
         fill = {"model.name_or_path": "tiny"} if words[0] == "plan" else fill
-        whole = more or words[0] in ("launch", "doctor", "sweep", "plan") or set(fill) - {"reward"} <= {*said}
+        whole = more or words[0] in ("launch", "doctor", "plan") or set(fill) - {"reward"} <= {*said}
         assert whole or line.text in PARTS, f"{line.where}: {line.text!r} can't run as it is"
         words += [f"{k}={v}" for k, v in fill.items() if k not in said and "rewards" not in said]
     return words
@@ -161,7 +160,7 @@ LINES = commands()
 
 
 LITTLE = {  # what makes a command's work small
-    "eval": ["--limit", "2", "max_new_tokens=4"], "compare": ["--limit", "2"], "attack": ["--rows", "16"],
+    "eval": ["--limit", "2", "max_new_tokens=4"], "compare": ["--limit", "2"],
     "sample": ["--max-new-tokens", "8"], "chat": ["--max-new-tokens", "8"],
     "cycle": ["toy=true", *(f"{s}.{w}" for s in ("dpo", "ppo", "reward") for w in ("steps=1", "epochs=null"))],
     "demo": ["steps=1", *DRAWN], "export": ["--limit", "2"],
@@ -170,18 +169,9 @@ LITTLE = {  # what makes a command's work small
 
 def small(words: list[str]) -> list[str]:
     """The same line with the least work."""
-    name = words[1] if words[0] in ("launch", "sweep", "plan", "doctor") else words[0]
+    name = words[1] if words[0] in ("launch", "plan", "doctor") else words[0]
     if "--resume" in words:
         return words
-    if words[0] == "sweep":
-        return [
-            *words,
-            *SMALL[:2],
-            *DRAWN[: 3 if name in known_methods() and get(name).online else 1],
-            "--seeds",
-            "2",
-            *(["--trials", "3", "steps=3"] if "--trials" in words else []),
-        ]
     if words[0] == "launch":
         words = [*words, "--processes", "2"]
     if words[0] == "run":
@@ -240,8 +230,6 @@ def test_each_line_runs(typed: str, lived_in: Path, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(door, "make_server", lambda app, *a: Answered(app))
     monkeypatch.setattr(ThreadingHTTPServer, "serve_forever", lambda self: None)
     words = small(filled(LINES[typed]))
-    if words[0] == "monitor" and "--once" not in words:
-        words.append("--once")
     for place in map(Path, (p for k, v in MADE.items() if typed.startswith(k) for p in v)):
         shutil.rmtree(place) if place.is_dir() else place.unlink()
     signal.signal(signal.SIGVTALRM, lambda *_: (_ for _ in ()).throw(TimeoutError("more than a minute of CPU")))

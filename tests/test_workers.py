@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
 from rlhf_nb.fast import workers
+from rlhf_nb.models.heads import RewardModel, ScalarHead
+from rlhf_nb.scoring.check import check_scores, self_check
 from rlhf_nb.scoring.packing import split_among, work
 from rlhf_nb.scoring.scores import completion_logps
 from rlhf_nb.scoring.trees import plan_trees
@@ -273,3 +276,29 @@ def test_a_small_model_trains_on_one_thread(tmp_path: Path, monkeypatch: pytest.
     assert seen and seen[-1] == 1
     with workers.alone_if_small(torch.nn.Linear(1001, 1000)):  # a million parameters
         assert torch.get_num_threads() == before
+
+
+def test_a_comparison_of_a_few_rows_takes_one_thread() -> None:
+    """Of log-probs and of scores, with a model that training would compute on all cores: on busy cores two threads
+    that wait for each other took twelve times the CPU time.
+    """
+    config = Qwen2Config(
+        vocab_size=6000, hidden_size=128, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=4,
+    )  # fmt: skip
+    model = Qwen2ForCausalLM(config).eval()
+    assert sum(p.numel() for p in model.model.parameters()) < workers.SMALL < sum(p.numel() for p in model.parameters())
+    reward = RewardModel(copy.deepcopy(model.model), ScalarHead(128))
+    seen: list[int] = []
+    for body in (model.model, reward.decoder):
+        body.layers[0].input_layernorm.register_forward_hook(lambda *_: seen.append(torch.get_num_threads()))
+    c = Completions.from_lists([[5, 6, 7], [8, 9]], [[10, 11], [12]])
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        self_check(model, c)
+        check_scores(reward, c)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert len(seen) > 2 and set(seen) == {1}

@@ -16,9 +16,7 @@ from rich.table import Table
 from ..console import me
 from ..config import ModelConfig, PathText, StrictConfig, option
 from ..core import DataError, printable
-from ..data.readers import read_rows
 from ..evaluate.intervals import several_note
-from ..evaluate.ratings import rate, ratings_table, blind_votes
 from rlhf_nb.bench.evals import (
     EvalConfig, Judging, evaluate_suite, judge_settings, named_judge, short_name, versions_of,
 )  # fmt: skip
@@ -34,8 +32,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # %% auto #0
-__all__ = ['CompareConfig', 'Compared', 'with_results', 'compare_folders', 'ratings_of_file', 'sides_scores', 'draw_comparison',
-           'comparison_tables']
+__all__ = ['CompareConfig', 'Compared', 'with_results', 'compare_folders', 'sides_scores', 'draw_comparison', 'comparison_tables']
 
 # %% ../../nbs/bench/compare.ipynb #c0e0ab07
 class CompareConfig(Judging):
@@ -183,15 +180,6 @@ def compare_folders(
     return compared, pairs, folder
 
 # %% ../../nbs/bench/compare.ipynb #f288845h
-def ratings_of_file(path: str) -> Any:
-    """A table of the ratings of the models in a file of blind votes.
-
-    Args:
-        path: rows with model_a, model_b and winner, in any kind of file that data are read from.
-    """
-    return ratings_table(rate(blind_votes(read_rows(path))))
-
-
 def sides_scores(compared: Compared) -> dict[str, tuple[float, float | None, float | None]]:
     """Score and interval of each model."""
     return {

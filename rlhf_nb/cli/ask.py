@@ -10,12 +10,12 @@ from typing import Annotated
 
 import typer
 
-from .options import Debug, Overrides, SettingsFile, print_rich, told, typed_words
+from .options import Debug, Overrides, SettingsFile, print_rich, told
 from ..console import me, tell
 from ..errors import ConfigError
 
 # %% auto #0
-__all__ = ['DECODERS', 'sample_command', 'chat_command', 'get_command', 'eval_command', 'compare_command', 'attack_command']
+__all__ = ['DECODERS', 'sample_command', 'chat_command', 'get_command', 'eval_command', 'compare_command']
 
 # %% ../../nbs/cli/ask.ipynb #c1510a05
 DECODERS = (  # of decode.named; a test compares them
@@ -176,7 +176,6 @@ def eval_command(
 def compare_command(
     results: list[str] = _Places,
     suite: str = typer.Option(None, "--suite", "-s", help="what models among RESULTS are asked first"),
-    votes: str = typer.Option(None, "--votes", help="rate models from blind votes instead: model_a, model_b, winner"),
     file: str = _Rows, limit: int = _Limit, config: str = SettingsFile, debug: bool = Debug,
 ) -> None:  # fmt: skip
     """Compare models on the same prompts: paired differences, intervals, tests; printed and drawn. judge.model=...,
@@ -185,8 +184,6 @@ def compare_command(
         from rlhf_nb.bench import compare as of
         from rlhf_nb.bench.suites import load_suite
 
-        if votes is not None:
-            return print_rich(of.ratings_of_file(votes))
         places = [word for word in results or () if not _is_setting(word)]
         places = places if suite is None else of.with_results(places, load_suite(suite, file, limit), tell)
         settings = of.CompareConfig.load(config, [word for word in results or () if _is_setting(word)])
@@ -194,31 +191,3 @@ def compare_command(
         print_rich(*of.comparison_tables(compared, pairs))
         said = f"Drawn: {folder / 'compare.svg'} and .png; all numbers: {folder / 'compare.json'}"
         tell("\n".join([*compared.notes, said]), err=False)
-
-# %% ../../nbs/cli/ask.ipynb #c1510ab6
-def attack_command(
-    model: str = typer.Argument(..., help="folder of a reward model, or of an ensemble"),
-    words: list[str] = Overrides,
-    data: str = typer.Option(None, "--data",
-        help="answers to attack: pairs, or prompts with completions; toy: the toy world's"),
-    rows: int = typer.Option(None, "--rows", min=16, help="answers that are attacked; default: 200"),
-    out: str = typer.Option(None, "--out", help="folder for attack.json and pairs.jsonl; default: MODEL/attack"),
-    debug: bool = Debug,
-) -> None:  # fmt: skip
-    """Search changes that make no answer better, and say which of them a reward model pays for."""
-    with told(debug):
-        from rlhf_nb.bench.attack import AttackConfig, attack, attack_table, examples_of
-        from rlhf_nb.data.worlds import gold_of
-
-        config = AttackConfig.load(None, typed_words(words, data__path=data, rows=rows, output_dir=out))
-        result, folder = attack(model, config)
-        print_rich(attack_table(result))
-        if config.gold is None and gold_of(config.data.path) is None:
-            tell("No gold was asked: the changes are trusted to make nothing better. Read the examples.", err=False)
-        for line in filter(None, [examples_of(result), *result.notes]):
-            tell(line, err=False)
-        a = result.false_alarms
-        tell(f"False alarms: {a.value:.1%} [{a.low:.1%}, {a.high:.1%}] of {a.n} worlds without hacks.", err=False)
-        hacks = ", ".join(f.family for f in result.hacks) or "none"
-        tell(f"Hacks: {hacks}. {len(result.pairs)} pairs to train on: {folder / 'pairs.jsonl'}. ", err=False, end="")
-        tell(f"All numbers: {folder / 'attack.json'}", err=False)

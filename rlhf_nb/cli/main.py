@@ -3,6 +3,7 @@
 # %% ../../nbs/cli/main.ipynb #aa66c7b1
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
@@ -137,6 +138,7 @@ def _options(
     ),
 ) -> None:
     """RLHF you can read, run and ship: fine-tune, learn a reward, improve the model with PPO."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is read: threads that wait don't take a core
 
 
 config_app = typer.Typer(help="Show or write settings.", cls=ConfigCommands, no_args_is_help=True)
@@ -145,10 +147,10 @@ runs_app = typer.Typer(help="Look after run directories.", no_args_is_help=True)
 app.add_typer(runs_app, name="runs")
 
 for module, names in (
-    (ask, ("sample", "chat", "get", "eval", "compare", "attack")),
+    (ask, ("sample", "chat", "get", "eval", "compare")),
     (models, ("export", "merge", "push")),
-    (traffic, ("serve", "monitor", "feedback", "cycle")),
-    (trials, ("sweep", "fork", "overopt")),
+    (traffic, ("serve", "feedback", "cycle")),
+    (trials, ("fork",)),
 ):
     for name in names:
         app.command(name)(getattr(module, f"{name.replace('-', '_')}_command"))
@@ -382,7 +384,7 @@ def watch(
     once: bool = typer.Option(False, "--once", help="draw one screen and end, with 1 where there is no run"),
     debug: bool = Debug,
 ) -> None:
-    """Follow a run, a pipeline or a sweep in the terminal; Ctrl-C ends the watching, not the run."""
+    """Follow a run, a pipeline or a folder of runs in the terminal; Ctrl-C ends the watching, not the run."""
     with told(debug):
         import rlhf_nb.widgets.report as views
 
@@ -411,13 +413,14 @@ def board(
     port: int = typer.Option(8765, min=0, max=65535, help="0 takes a free one"),
     host: str = typer.Option("127.0.0.1", help="0.0.0.0 lets other machines look, by a secret address"),
     steer: bool = typer.Option(False, "--steer", help="who has the address may also write notes, ask runs, fork them"),
+    label: str = typer.Option(None, metavar="PAIRS", help="a file of pairs: who has the address may label them"),
     debug: bool = Debug,
 ) -> None:
     """Look at all runs of a folder in a browser, and compare them."""
     with told(debug):
         import rlhf_nb.widgets.board as views
 
-        views.serve_board(folder, port, host, say=partial(_tell, err=False), steer=steer)
+        views.serve_board(folder, port, host, say=partial(_tell, err=False), steer=steer, label=label)
 
 
 @app.command()
@@ -471,16 +474,6 @@ def rollback(
         _tell(told_of_going_back(folder, step, failed), err=False)
 
 # %% ../../nbs/cli/main.ipynb #744b753c
-def _overlap(folder: str | None) -> None:
-    """`plan --rollouts`, which needs no method."""
-    if folder is not None:
-        with told(False):
-            from rlhf_nb.scale.overlap import overlap_table
-
-            _tell(overlap_table(folder), err=False)
-        raise typer.Exit
-
-
 @app.command("plan")
 def plan_command(
     kind: str = MethodName, overrides: list[str] = Overrides, config: str = ConfigFile, toy: bool = Toy,
@@ -489,7 +482,6 @@ def plan_command(
     host: float = typer.Option(None, help="GiB of main memory for each GPU; default: enough", min=0, max=1e6),
     on: str = typer.Option(None, help="kind of GPU, for seconds a step: t4 to b200, or a YAML file of its rates"),
     price: float = typer.Option(None, help="of a GPU's hour; needs --on", min=0, max=1e6),
-    rollouts: str = typer.Option(None, callback=_overlap, is_eager=True, help="a run: which lag and workers would pay"),
     debug: bool = Debug,
 ) -> None:  # fmt: skip
     """Predict what fits on how many GPUs (memory by role, ZeRO stage, offloading), and how long a step takes there."""

@@ -13,7 +13,7 @@ from ..console import me, tell
 from ..errors import ConfigError
 
 # %% auto #0
-__all__ = ['ALERT', 'REFUSED', 'serve_command', 'monitor_command', 'feedback_command', 'cycle_command']
+__all__ = ['REFUSED', 'serve_command', 'feedback_command', 'cycle_command']
 
 # %% ../../nbs/cli/traffic.ipynb #c1540a05
 _Models = typer.Argument(
@@ -69,32 +69,6 @@ def serve_command(
             tell(memory_told(settings), err=False)
         else:
             serve(settings)
-
-
-ALERT = 3  # the exit code of a monitor that found something
-_Log = typer.Argument(..., help="the server's traffic log (rlhf-nb serve MODEL --traffic FILE)")
-_Feedback = typer.Option(None, "--feedback", help="file or folder of what users say (rlhf-nb serve --feedback FILE)")
-_Json = typer.Option(None, "--json", help="write what was found to this file, each time")
-_Prometheus = typer.Option(None, "--prometheus", help="write it for Prometheus' textfile collector (NAME.prom)")
-_Page = typer.Option(None, "--html", help="write it as a page")
-
-
-def monitor_command(
-    log: Path = _Log, overrides: list[str] = Overrides, feedback: Path = _Feedback, config: str = SettingsFile,
-    every: float = typer.Option(60.0, "--every", min=1.0, help="seconds between two readings"),
-    once: bool = typer.Option(False, "--once", help="read, tell and end; exit code 3 if there is an alert"),
-    json_file: Path = _Json, prom_file: Path = _Prometheus, page: Path = _Page, debug: bool = Debug,
-) -> None:  # fmt: skip
-    """Follow a server's traffic: reward, drift, length, refusals, satisfaction and latency by version, with alerts."""
-    with told(debug):
-        from rlhf_nb.feedback.follow import monitor_traffic
-        from rlhf_nb.feedback.monitor import MonitorConfig
-
-        settings = MonitorConfig.load(config, overrides or [])
-        files = {"json_file": json_file, "prom_file": prom_file, "page": page}
-        alerts = monitor_traffic(log, settings, feedback, every=every, once=once, **files).alerts
-    if once and alerts:
-        raise typer.Exit(ALERT)
 
 # %% ../../nbs/cli/traffic.ipynb #c1540a07
 _Folders = typer.Option([Path("models"), Path("runs")], "--models", help="with --forget: folders of runs and versions")

@@ -15,14 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..core import ModelError, safe_point
+from ..core import safe_point
 from .decode import LOOK, Choose, FastDecoder
 from .support import can_run
-from .workers import HUGE, alone, spread, workers_for
+from .workers import HUGE, alone_if_small, spread, workers_for
 
 # %% auto #0
 __all__ = ['FEWEST_ROWS', 'WIDE', 'FAR', 'SMALLEST', 'CHUNK', 'BEGINNING', 'READ_AT_ONCE', 'MASK', 'decoder_for', 'columns_for',
-           'tokens_in_common', 'RowCache', 'Answering', 'RowEngine', 'write_answers', 'write', 'why_close',
+           'tokens_in_common', 'Past', 'RowCache', 'Answering', 'RowEngine', 'write_answers', 'write', 'why_close',
            'company_matters']
 
 # %% ../../nbs/fast/engine.ipynb #e61e0009
@@ -86,12 +86,18 @@ class _New(NamedTuple):
     owner: str
     text: list[int]
     rows: list[int]  # that want it
-    known: int = 0  # tokens that were put back
 
     @property
     def begins(self) -> tuple[str, tuple[int, ...]]:
         "What a row must have in common with it to be of use."
         return self.owner, tuple(self.text[:BEGINNING])
+
+
+class Past(NamedTuple):
+    "Keys and values of a row that waits for its next turn."
+
+    text: list[int]  # the tokens that were read, of prompt and replies; what was drawn behind them is read again
+    states: Tensor  # keys and values of each layer, [layers, 2, K, tokens, D]
 
 
 class RowCache:
@@ -128,7 +134,6 @@ class RowCache:
         self._steps = torch.arange(self.columns, device=self.device)
         self._places = self._steps.float()
         self._begins: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-        self._back: dict[int, int] = {}  # tokens of rows that were put back and haven't gone on
 
     def _lay_out(self, rows: int, columns: int) -> None:
         "Other sizes, layer by layer, so that no more than one layer is there twice; what fits is kept."
@@ -255,18 +260,18 @@ class RowCache:
         for layer in self.cache:
             layer[:, to, :, :n] = layer[:, row : row + 1, :, :n]
 
-    def take(self, row: int) -> Tensor:
-        "Keys and values of a row, for `put`."
-        return torch.stack([layer[:, row, :, : self.lens[row]] for layer in self.cache])
+    def take(self, row: int) -> Past:
+        "What rows may begin with of a row, for `put`."
+        n = len(self.held[row])
+        return Past(self.held[row][:], torch.stack([layer[:, row, :, :n] for layer in self.cache]))
 
-    def put(self, row: int, past: Tensor, text: Sequence[int], owner: str = "") -> None:
-        "Keys and values of a text's first tokens into a row."
-        n = past.shape[3]
+    def put(self, row: int, past: Past, owner: str = "") -> None:
+        "Keys and values that were taken from any row, as a beginning for the prompt that is read there next."
+        n = len(past.text)
         self.grow(row + 1, n)
-        for layer, own in zip(self.cache, past):
+        for layer, own in zip(self.cache, past.states):
             layer[:, row, :, :n] = own
-        self.held[row], self.owners[row], self.lens[row] = [], owner, n
-        self._back[row] = n
+        self.held[row], self.owners[row], self.lens[row] = past.text[:], owner, n
 
     def read(self, texts: Sequence[Sequence[int]], first: int = 0, owners: Sequence[str] | None = None) -> Tensor:
         """Read a prompt for each of the rows from `first` on; logits [texts, V] of the tokens that follow.
@@ -275,13 +280,12 @@ class RowCache:
             texts: prompts; owners: whose each is; None: all are one owner's.
         """
         self.grow(first + len(texts), max([*map(len, texts), *self.lens[:first]]))
-        wanted: dict[tuple[str, tuple[int, ...], int | None], list[int]] = {}
+        wanted: dict[tuple[str, tuple[int, ...]], list[int]] = {}
         for i, text in enumerate(texts, first):
-            back = i if i in self._back else None
-            wanted.setdefault((owners[i - first] if owners else "", tuple(text), back), []).append(i)
-        waiting = [_New(who, list(x), rows, self._back.get(rows[0], 0)) for (who, x, _), rows in wanted.items()]
+            wanted.setdefault((owners[i - first] if owners else "", tuple(text)), []).append(i)
+        waiting = [_New(who, list(x), rows) for (who, x), rows in wanted.items()]
         lines = dict[int, Tensor]()
-        self._begins, self._back = {}, {}
+        self._begins = {}
         for row, held in enumerate(self.held):
             self._begins.setdefault((self.owners[row], tuple(held[:BEGINNING])), []).append(row)
         while waiting:
@@ -297,10 +301,10 @@ class RowCache:
 
     def _source(self, new: _New) -> tuple[int, int]:
         "The row with most of a prompt's beginning, and how many tokens, 0 if too few; the last one is always read."
-        if new.known:
-            return new.rows[0], min(new.known, len(new.text) - 1)
+        own = new.rows[0]
         there = (r for r in self._begins.get(new.begins, ()) if self.owners[r] == new.owner)
-        n, row = max(((tokens_in_common(self.held[r], new.text), r) for r in there), default=(0, new.rows[0]))
+        each = ((tokens_in_common(self.held[r], new.text), r == own, r) for r in there)
+        n, _, row = max(each, default=(0, True, own))
         n = min(n, len(new.text) - 1)
         return row, n if n >= BEGINNING else 0
 
@@ -323,22 +327,16 @@ class RowCache:
         if n and source != row:
             self._copy(source, slice(row, row + 1), n)
         self.owners[row], self.lens[row] = new.owner, n
-        self.held[row] = [] if new.known and self.block == 1 else new.text[:n]
+        self.held[row] = new.text[:n]
         self._begins.setdefault(new.begins, []).append(row)
         self.copied += n
 
     def _go_on(self, begun: list[_New]) -> Iterable[tuple[_New, Tensor]]:
         "Read the rest of prompts, several together; the logits behind each."
-
-        def single(new: _New) -> bool:  # it goes on as if it had stayed
-            return self.block == 1 and 0 < new.known == len(new.text) - 1
-
-        left = sorted(begun, key=lambda new: (not single(new), len(new.text) - self.lens[new.rows[0]]))
+        left = sorted(begun, key=lambda new: len(new.text) - self.lens[new.rows[0]])
         while left:
             group: list[_New] = []
             for new in left:  # side by side, as far as none runs over the end of its row
-                if single(new) != single(left[0]):
-                    break
                 held, most = self.lens[new.rows[0]], MASK // (self.decoder.heads * _up(len(new.text)))
                 width = min(len(new.text) - held, READ_AT_ONCE // 2, max(FEWEST_ROWS, most))
                 longest = max(self.lens[x.rows[0]] for x in [*group, new])
@@ -348,7 +346,7 @@ class RowCache:
                 group.append(new)
             rows = [new.rows[0] for new in group]
             blocks = [new.text[self.lens[r] :][:width] for new, r in zip(group, rows)]
-            states = self.states(rows, blocks, 1 if single(group[0]) else FEWEST_ROWS)
+            states = self.states(rows, blocks)
             ends = self._logits(torch.stack([x[len(b) - 1] for x, b in zip(states, blocks)]))
             for new, line in zip(group, ends):
                 if self.lens[new.rows[0]] == len(new.text):
@@ -382,8 +380,10 @@ class Answering:
         choose: from logits to tokens; rows with the same one choose together.
         numbers: one for each place of the answer, and one more; None: `choose` needs none.
         owner: whose it is: beginnings are copied from rows of the same owner.
+        past: what was kept of the turn before; None: nothing.
+        stays: whether it will go on, so that its `past` is kept where it ends.
 
-    text: prompt and answer so far; logps: of the answer's tokens; finish: why it ended; version: of the weights.
+    text: prompt and answer so far; logps: of the answer's tokens; finish: why it ended.
     """
 
     prompt: Sequence[int]
@@ -391,11 +391,11 @@ class Answering:
     choose: Choose
     numbers: Sequence[float] | None = None
     owner: str = ""
+    past: Past | None = None
+    stays: bool = False
     text: list[int] = field(init=False)
     logps: list[float] = field(default_factory=list, init=False)
     finish: str | None = field(default=None, init=False)
-    version: int = field(default=0, init=False)
-    past: Any = field(default=None, init=False)  # keys and values of a row that waits
 
     def __post_init__(self) -> None:
         self.text = list(self.prompt)
@@ -431,15 +431,10 @@ class RowEngine:
     Args:
         memory: keys and values, a `RowCache`; any other makes no promise about bits.
         within: a context in which the model computes as these rows need it.
-        model: whose weights `load` changes.
-        version: of the weights.
     """
 
-    def __init__(
-        self, memory: Any, within: Callable[[], AbstractContextManager[None]] = nullcontext, model: Any = None,
-        version: int = 0,
-    ) -> None:  # fmt: skip
-        self.memory, self.within, self.model, self.version = memory, within, model, version
+    def __init__(self, memory: Any, within: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        self.memory, self.within = memory, within
         self.rows: list[Answering] = []
         self.passes = self.tokens = 0  # of the model; that came of them
 
@@ -448,20 +443,12 @@ class RowEngine:
         first = len(self.rows)
         with self.within():
             for i, row in enumerate(new):
-                if row.past is not None and row.version == self.version:
-                    self.memory.put(first + i, row.past, row.text, row.owner)
-                row.past, row.version = None, self.version
+                if row.past is not None:
+                    self.memory.put(first + i, row.past, row.owner)
+                row.past = None
             lines = self.memory.read([row.text for row in new], first, [row.owner for row in new])
             self.rows += new
             self._draw(new, [[]] * len(new), lines[:, None])
-
-    def go_on(self, row: Answering) -> None:
-        "Read what was appended to a row that is in its place, and draw its next token."
-        place = self.rows.index(row)
-        with self.within():
-            block = row.text[self.memory.lens[place] :]
-            lines = self.memory.feed([place], [block])[:, len(block) - 1 :]
-            self._draw([row], [[]], lines)
 
     def step(self, most_guessing: int = 0) -> None:
         """At least one token for every row.
@@ -521,6 +508,8 @@ class RowEngine:
         "Let rows go that have ended; the last rows take their places."
         gone = [row for row in self.rows if row.finish]
         for row in reversed(gone):
+            if row.stays:
+                row.past = self.memory.take(self.rows.index(row))
             self.cancel(row)
         return gone
 
@@ -531,11 +520,6 @@ class RowEngine:
             with torch.inference_mode():
                 self.memory.move(len(self.rows), i)
             self.rows[i] = last
-
-    def keep(self, row: Answering) -> None:
-        "Free the place of a row that goes on later: its keys and values wait outside."
-        row.past = self.memory.take(self.rows.index(row))
-        self.cancel(row)
 
     def trial(self, prompts: Sequence[Sequence[int]], new_tokens: int = 4) -> str | None:
         """Where an answer has other bits than in company; None: nowhere. The engine has no rows, and forgets.
@@ -565,33 +549,6 @@ class RowEngine:
         self.memory.forget(self.memory.decoder)
         self.passes = self.tokens = 0
         return next((way for way, answers in found.items() if answers != together), None)
-
-    def load(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Other weights, between two answers.
-
-        Args:
-            weights: by the names of the model's parameters; those that are missing stay.
-            version: what they are called from now on.
-
-        Raises:
-            ModelError: rows are being written, or a name or shape is not the model's.
-        """
-        if self.rows:
-            raise ModelError(
-                f"{len(self.rows)} answers are being written with version {self.version} of the weights, and one is "
-                f"written with one version: let them end before version {version} comes."
-            )
-        own = dict(self.model.named_parameters(remove_duplicate=False))
-        wrong = [k for k, w in weights.items() if k not in own or own[k].shape != w.shape]
-        if wrong:
-            raise ModelError(
-                f"{wrong[0]!r} is no parameter of this shape in {type(self.model).__name__}: nothing was loaded."
-            )
-        with torch.no_grad():
-            for name, weight in weights.items():
-                own[name].copy_(weight)
-        self.memory.forget(decoder_for(self.model, self.memory.length))
-        self.version = version
 
 
 def write_answers(
@@ -628,14 +585,11 @@ def write_answers(
     return used
 
 # %% ../../nbs/fast/engine.ipynb #e61e0020
-def _one_thread(model: nn.Module) -> AbstractContextManager[None]:
-    return alone() if sum(p.numel() for p in model.parameters()) <= HUGE else nullcontext()
-
-
 def write(
     model: nn.Module, prompts: list[Tensor], repeats: list[int], new_tokens: int, choose: Choose,
     uniforms: Tensor | None, *, batch_size: int | None = None, cache_bytes: int = 2 << 30,
     used: list[int] | None = None, over: Callable[[list[int]], bool] | None = None,
+    kept: dict[Any, Past] | None = None, names: Sequence[Any] = (),
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Answers to prompts, several to each, on a CPU.
 
@@ -648,6 +602,8 @@ def write(
         batch_size: most rows at work at the same time; cache_bytes: most bytes of keys and values.
         used: a list that is told how many rows each pass worked on.
         over: told an answer's tokens every few passes, it may end it.
+        kept: what earlier turns left, by `names` of the B rows; it is used, and what these leave is put in, as far as
+            `cache_bytes` allow. No bit depends on it.
 
     Returns:
         Tokens int64[B, C] and log-probs float32[B, C]; −1 and 0 after the end of an answer.
@@ -657,7 +613,11 @@ def write(
     texts = [p.tolist() for p, n in zip(prompts, repeats) for _ in range(n)]
     numbers = [None] * len(texts) if uniforms is None else uniforms.t().tolist()
     rows = [Answering(text, new_tokens, choose, u) for text, u in zip(texts, numbers)]
-    size = min(len(rows), batch_size or len(rows), max(1, cache_bytes // (column * _up(decoder.length + 1))))
+    room = cache_bytes // (column * _up(decoder.length + 1))  # rows
+    if kept is not None:
+        for row, name in zip(rows, names):
+            row.past, row.stays = kept.pop(name, None), len(kept) + len(rows) <= room
+    size = min(len(rows), batch_size or len(rows), max(1, room))
     groups = [list(g) for _, g in itertools.groupby(range(len(rows)), key=lambda i: tuple(texts[i]))]
     groups = groups if len(groups) >= cores else [[i] for i in range(len(rows))]
     parts = min(cores, len(groups))
@@ -667,10 +627,12 @@ def write(
         slots = min(-(-size // parts), len(mine))
         return write_answers(RowEngine(RowCache(decoder, slots, decoder.length)), mine, slots, over)
 
-    with _one_thread(model):  # a row: how many there are changes no bit
+    with alone_if_small(model, HUGE):  # a row: how many there are changes no bit
         found = spread(one, range(parts), parts)
     if used is not None:
         used += [n for passes in found for n in passes]
+    if kept is not None:
+        kept.update((name, row.past) for name, row in zip(names, rows) if row.past)
     ids = [row.answer + [-1] * (new_tokens - row.place) for row in rows]
     return torch.tensor(ids), torch.tensor([row.logps + [0.0] * (new_tokens - row.place) for row in rows])
 
@@ -700,7 +662,7 @@ def company_matters(model: nn.Module, prompts: Sequence[Tensor], new_tokens: int
     length = max(map(len, prompts)) + new_tokens
     if (why := why_close(model, length)) is not None:
         return why
-    with torch.inference_mode(), _one_thread(model):
+    with torch.inference_mode(), alone_if_small(model, HUGE):
         memory = RowCache(decoder_for(model, length), 4, length)
         way = RowEngine(memory).trial([p.tolist() for p in prompts], new_tokens)
     return way and f"on this machine an answer {way} has other last bits than in company"

@@ -126,12 +126,12 @@ def robust(
     Args:
         pair: log-probs with a reference.
         beta: > 0, as in `dpo`.
-        label_smoothing: ε in [0, 0.5), the share of labels that are flipped. The loss has no lower bound when ε > 0.
+        label_smoothing: η in [0, 0.5), the share of labels that are flipped. The loss has no lower bound when η > 0.
         divergence: see `log_ratios`.
         alpha: see `log_ratios`.
 
     Returns:
-        [B], loss of every pair: −log σ(m) − ε m/(1 − 2ε), with m = β · margin.
+        [B], loss of every pair: −log σ(Δ) − η Δ/(1 − 2η), with Δ = β · margin.
 
     Source: Chowdhury et al., arXiv 2403.00409, section 3.
     """
@@ -230,13 +230,13 @@ def exo(
     Args:
         pair: log-probs with a reference.
         beta: > 0.
-        label_smoothing: ε in (0, 0.5): the label says "chosen" with probability 1 − ε. At 0 the divergence would be
+        label_smoothing: η in (0, 0.5): the label says "chosen" with probability 1 − η. At 0 the divergence would be
             infinite.
         divergence: see `log_ratios`.
         alpha: see `log_ratios`.
 
     Returns:
-        [B], loss of every pair; 0 where β · margin = log((1 − ε)/ε).
+        [B], loss of every pair; 0 where β · margin = log((1 − η)/η).
 
     Source: Ji et al., arXiv 2402.00856, eq. 16.
     """

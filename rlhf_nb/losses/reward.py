@@ -46,11 +46,11 @@ def check_smoothing(label_smoothing: float) -> float:
 
 
 def logistic(difference: Float[Tensor, "B"], label_smoothing: float = 0.0) -> Float[Tensor, "B"]:
-    """−(1 − ε) log σ(d) − ε log σ(−d), which is −log σ(d) + ε d: the surprise at a choice of which a share ε is wrong.
+    """−(1 − η) log σ(d) − η log σ(−d), which is −log σ(d) + η d: the surprise at a choice of which a share η is wrong.
 
     Args:
         difference: [B], how much better the chosen one is thought to be, in log-odds.
-        label_smoothing: ε in [0, 0.5): how often the label is believed to be wrong.
+        label_smoothing: η in [0, 0.5): how often the label is believed to be wrong.
     """
     difference = wide(difference)
     losses = -F.logsigmoid(difference)
@@ -71,7 +71,7 @@ def bradley_terry(
         margin: [B], one number for all, or None, ≥ 0: by how much the preferred one should win; for graded preferences.
         label_smoothing: in [0, 0.5): how often the label is believed to be wrong. Above 0, the best difference of
             scores is
-            finite: margin + log((1 − ε) / ε).
+            finite: margin + log((1 − η) / η).
 
     Returns:
         Sum over pairs, number of pairs, and stats: rewards/{chosen, rejected, margins, accuracies} (accuracy: chosen >

@@ -37,6 +37,7 @@ from rlhf_nb.models.load import (
 )  # fmt: skip
 from ..fast.support import fast_families
 from ..scoring.scores import completion_logps
+from ..strict import table_of
 from ..types import Completions
 from ..models.places import resolve
 from ..run.lock import STALE, holder_of
@@ -52,10 +53,10 @@ from ..data.worlds import Row
 from ..models.policy import dropout_left_out
 
 # %% auto #0
-__all__ = ['Severity', 'LEVELS', 'BEARABLE', 'Finding', 'findings_table', 'check_special_tokens', 'plain_rows', 'check_data',
-           'check_model', 'check_sampling', 'check_precision', 'check_threads', 'check_speed', 'estimate_memory',
-           'free_bytes', 'check_memory', 'check_cost', 'for_this_machine', 'completed', 'cost_here', 'plan_for',
-           'usual_lengths', 'check_saving', 'check_loading', 'check_prices', 'check_judgements', 'distance',
+__all__ = ['Severity', 'LEVELS', 'BEARABLE', 'Finding', 'finding', 'findings_table', 'check_special_tokens', 'plain_rows',
+           'check_data', 'check_model', 'check_sampling', 'check_precision', 'check_threads', 'check_speed',
+           'estimate_memory', 'free_bytes', 'check_memory', 'check_cost', 'for_this_machine', 'completed', 'cost_here',
+           'plan_for', 'usual_lengths', 'check_saving', 'check_loading', 'check_prices', 'check_judgements', 'distance',
            'check_distance', 'StageStart', 'load_start', 'some_rows', 'examine', 'check_run_folder', 'doctor']
 
 # %% ../../nbs/pipeline/doctor.ipynb #3a0aab75
@@ -70,6 +71,14 @@ class Finding(NamedTuple):
     what: str  # what is the case
     why: str  # why it matters
     fix: str = ""  # what to do; "" when nothing
+
+
+_SAID = table_of("pipeline/findings.yaml")
+
+
+def finding(name: str, **words: Any) -> Finding:
+    """What the table `pipeline/findings.yaml` says under a name, with these words filled in."""
+    return Finding(*(part.format(**words) for part in _SAID[name]))  # type: ignore[arg-type]
 
 
 def findings_table(findings: Iterable[Finding]) -> Any:
@@ -94,34 +103,17 @@ def check_special_tokens(tokenizer: Any, dialogues: bool = False) -> list[Findin
         dialogues: whether the data are messages.
     """
     out = [_check_pad(tokenizer)]
-    if dialogues and not tokenizer.chat_template:
-        why = "the data are messages, and without a template nobody can say how a turn is written"
-        fix = "give model.chat_template=chatml"
-        out.append(Finding("error", "the tokenizer has no chat template", why, fix))
-    elif dialogues:
-        out.append(Finding("ok", "the tokenizer has a chat template", "messages are written as the model expects them"))
-    if tokenizer.padding_side != "left":
-        why = "generation from right-padded prompts continues the padding"
-        fix = "nothing here: the sampler pads left; set tokenizer.padding_side = 'left' before transformers' generate"
-        out.append(Finding("note", "the tokenizer pads on the right", why, fix))
-    return out
+    if dialogues:
+        out.append(finding("template" if tokenizer.chat_template else "no_template"))
+    return out + ([finding("pads_right")] if tokenizer.padding_side != "left" else [])
 
 
 def _check_pad(tokenizer: Any) -> Finding:
     """Whether an answer can end, and whether its end can be told from padding."""
-    eos, pad = tokenizer.eos_token, tokenizer.pad_token
     if tokenizer.eos_token_id is None:
-        fix = "set tokenizer.eos_token to the token that ends an answer, and save the tokenizer"
-        return Finding("error", "the tokenizer has no EOS token", "no answer could ever end", fix)
-    if tokenizer.pad_token_id not in (None, tokenizer.eos_token_id):
-        return Finding("ok", f"PAD {pad!r} differs from EOS {eos!r}", "a model that sees its EOS learns to stop")
-    what = "the tokenizer has no PAD token" if tokenizer.pad_token_id is None else f"PAD is EOS ({eos!r})"
-    why = "code that masks PAD would mask EOS too, and the model would never learn to stop"
-    fix = (
-        "nothing for training here: masks come from lengths, and load_tokenizer picks another PAD; save the "
-        "tokenizer it returns for use elsewhere"
-    )
-    return Finding("note", what, why, fix)
+        return finding("no_eos")
+    same = {None: "no_pad", tokenizer.eos_token_id: "pad_is_eos"}
+    return finding(same.get(tokenizer.pad_token_id, "pad"), pad=tokenizer.pad_token, eos=tokenizer.eos_token)
 
 # %% ../../nbs/pipeline/doctor.ipynb #cfc322b6
 def plain_rows(chat: bool) -> Finding:
@@ -130,22 +122,7 @@ def plain_rows(chat: bool) -> Finding:
     Args:
         chat: they go through the chat template.
     """
-    what = "the model speaks in messages, and the prompts are plain text"
-    if chat:
-        return Finding(
-            "ok",
-            what,
-            (
-                "they go through the chat template as a user's message, like what is typed to the model later "
-                "(data.as_chat)"
-            ),
-        )
-    why = (
-        "bare text is continued, not answered: these rows don't go through the chat template, and chat will "
-        "ask through it"
-    )
-    fix = "data.as_chat=true sends them through it (auto does where the template leaves an answer as it is)"
-    return Finding("note", what, why, fix)
+    return finding("plain_through_template" if chat else "plain_bare")
 
 
 def _as_in_training(rows: list[Row], tokenizer: Any, config: Any, kind: RowKind) -> tuple[list[Row], LengthReport, int]:
@@ -177,35 +154,22 @@ def check_data(rows: list[Row], tokenizer: Any, config: Any, kind: RowKind, wind
     tokens, report, longest = _as_in_training(rows, tokenizer, config, kind)
     out: list[Finding] = []
     if len(tokens) < len(rows):
-        what = f"{len(rows) - len(tokens)} of {len(rows)} rows say nothing and are dropped"
-        out.append(Finding("warning", what, "empty, identical or cut-off answers teach nothing", "look at them"))
-    level: Severity = "warning" if report.cut_fraction > 0.05 else "ok"
-    what = (
-        f"{report.cut_fraction:.1%} of {report.rows} rows are cut (median {report.total[50]}, longest "
-        f"{report.total[100]} tokens)"
-    )
-    fix = report.remedy if level == "warning" else ""
-    out.append(Finding(level, what, "a cut answer has no end; a cut prompt loses its beginning", fix))
+        out.append(finding("dropped", n=len(rows) - len(tokens), rows=len(rows)))
+    numbers = {"rows": report.rows, "median": report.total[50], "longest": report.total[100], "fix": report.remedy}
+    share = report.cut_fraction
+    out.append(finding("cut" if share > 0.05 else "few_cut", share=share, **numbers))
     answers = [
         (r[f"{k}_ids"], r.get(f"{k}_mask")) for r in tokens for k in ("completion", "chosen") if r.get(f"{k}_ids")
     ]
     learnt = [any(t == tokenizer.eos_token_id and (m is None or m[i]) for i, t in enumerate(ids)) for ids, m in answers]
     if sum(learnt) < len(learnt) / 2:
-        what = f"{len(learnt) - sum(learnt)} of {len(learnt)} answers have no EOS in the loss"
-        fix = f"end each answer in {tokenizer.eos_token!r}, and count it; look at how rows become tokens"
-        out.append(
-            Finding("warning", what, "a token that is never a target is never learnt: the model won't stop", fix)
-        )
+        n = len(learnt) - sum(learnt)
+        out.append(finding("eos_not_learnt", n=n, answers=len(learnt), eos=tokenizer.eos_token))
     if window is not None and longest > window:
-        name = "data.max_prompt_length or sampling.max_new_tokens" if kind == "prompt" else "data.max_length"
-        what = f"rows of up to {longest} tokens, but the model's window has {window}"
-        fix = f"lower {name} so that both fit into {window}"
-        out.append(Finding("error", what, "positions beyond the window don't exist", fix))
+        key = "data.max_prompt_length or sampling.max_new_tokens" if kind == "prompt" else "data.max_length"
+        out.append(finding("beyond_window", longest=longest, window=window, key=key))
     twice = len(rows) - len(deduplicate(rows, warn=False))
-    if twice and not config.data.dedup:
-        why = "they count double, and may be in training and held-out data alike"
-        out.append(Finding("warning", f"{twice} rows occur twice", why, "set data.dedup=true"))
-    return out
+    return out + ([finding("twice", n=twice)] if twice and not config.data.dedup else [])
 
 # %% ../../nbs/pipeline/doctor.ipynb #52c12b1a
 def check_model(model_config: Any, config: Any) -> list[Finding]:
@@ -213,13 +177,9 @@ def check_model(model_config: Any, config: Any) -> list[Finding]:
     rates = {k: v for k, v in model_config.to_dict().items() if "drop" in k and isinstance(v, float) and v > 0}
     out = []
     if rates:
-        what = f"the model has dropout ({', '.join(f'{k}={v:g}' for k, v in rates.items())})"
-        why = "with dropout the same token has another log-prob each time: ratios and KL become noise"
-        out.append(Finding("note", what, why, "nothing: it is switched off when the model is loaded"))
+        out.append(finding("dropout", rates=", ".join(f"{k}={v:g}" for k, v in rates.items())))
     if dropout_left_out(config, getattr(of(config).trainer, "method_class", None)):
-        why = "this method learns without dropout, so it is 0 there: with it, log-probs would be noise"
-        what = f"LoRA dropout is {config.model.lora.dropout:g}"
-        out.append(Finding("warning", what, why, "set model.lora.dropout=0"))
+        out.append(finding("lora_dropout", rate=config.model.lora.dropout))
     return out
 
 # %% ../../nbs/pipeline/doctor.ipynb #148e69e5
@@ -233,32 +193,14 @@ def check_sampling(config: OnlineConfig) -> list[Finding]:
     if s.filtered:
         off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
         used = ", ".join(f"{k}={getattr(s, k)}" for k, value in off.items() if getattr(s, k) != value)
-        why = (
-            "tokens are drawn from a filtered distribution and scored under the whole one, so the KL can "
-            "turn negative and ratios are biased"
-        )
-        fix = "sampling.top_k=0 sampling.top_p=1 sampling.min_p=0; filter when you use the model instead"
-        out.append(Finding("warning", f"sampling is filtered ({used})", why, fix))
+        out.append(finding("filtered", used=used))
     if s.min_new_tokens:
-        why = "the sampler then draws from another distribution than the one that is scored"
-        what = f"EOS is impossible for {s.min_new_tokens} tokens"
-        out.append(Finding("warning", what, why, "sampling.min_new_tokens=0"))
+        out.append(finding("forced_length", n=s.min_new_tokens))
     if s.temperature != 1:
-        why = (
-            "log-probs, KL and ratios are taken at this temperature: consistent, but it is another policy "
-            "than the one at 1"
-        )
-        fix = "use the same temperature when you sample from the result"
-        out.append(Finding("note", f"sampling temperature is {s.temperature:g}", why, fix))
+        out.append(finding("temperature", t=s.temperature))
     if config.missing_eos is not None and config.missing_eos_mode == "fixed":
-        why = "where a finished answer scores below that, it pays never to end"
-        what, cost = (
-            f"an answer without EOS is worth {config.missing_eos:g}, whatever it says",
-            abs(config.missing_eos) or 1,
-        )
-        fix = f"missing_eos={cost:g} missing_eos_mode=subtract takes something from its score instead"
-        out.append(Finding("warning", what, why, fix))
-    return out or [Finding("ok", "sampling and scoring use the same distribution", "ratios start at 1")]
+        out.append(finding("endless_pays", worth=config.missing_eos, cost=abs(config.missing_eos) or 1))
+    return out or [finding("same_distribution")]
 
 # %% ../../nbs/pipeline/doctor.ipynb #cc1668fb
 def check_precision(config: TrainConfig, parameters: int = 0) -> tuple[list[Finding], Precision]:
@@ -268,11 +210,9 @@ def check_precision(config: TrainConfig, parameters: int = 0) -> tuple[list[Find
         ConfigError: a format that this device can't train in.
     """
     precision = decide_precision(config.device, config.precision, parameters=parameters)
-    out = [Finding("ok", precision.reason, "one place decides formats: trained weights are always fp32")]
+    out = [finding("precision", reason=precision.reason)]
     if precision.device.type == "cuda" and not probe_gpu(precision.device).native_bf16:
-        why = "torch.cuda.is_bf16_supported() says yes here because of emulation, which is slower than fp32"
-        fix = "leave precision=auto (fp16 with loss scaling); don't load models with dtype=bfloat16 yourself"
-        out.append(Finding("note", "this GPU has no bf16 units", why, fix))
+        out.append(finding("emulated_bf16"))
     return out, precision
 
 
@@ -282,12 +222,9 @@ def check_threads(threads: int | None = None, cores: int | None = None) -> list[
     cores = cores or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     what = f"torch uses {threads} thread{'s' * (threads > 1)} on {cores} core{'s' * (cores > 1)}"
     if threads > cores:
-        why = "threads wait for each other at every operation; training can become several times slower"
-        return [Finding("warning", what, why, f"export OMP_NUM_THREADS={cores}")]
-    if threads * 2 <= cores and cores > 2:
-        fix = f"export OMP_NUM_THREADS={cores // 2 if cores > 8 else cores}"
-        return [Finding("note", what, "larger models train faster on more threads", fix)]
-    return [Finding("ok", what, "no thread waits for a core")]
+        return [finding("too_many_threads", what=what, n=cores)]
+    few = threads * 2 <= cores and cores > 2
+    return [finding("few_threads" if few else "threads", what=what, n=cores // 2 if cores > 8 else cores)]
 
 
 def check_speed(families: Mapping[str, bool] | None = None) -> list[Finding]:
@@ -300,13 +237,8 @@ def check_speed(families: Mapping[str, bool] | None = None) -> list[Finding]:
 
     known = fast_families() if families is None else families
     slow, fast = (", ".join(k for k, v in known.items() if v is good) for good in (False, True))
-    if not slow:
-        return [
-            Finding("ok", f"fast paths know {fast}", f"transformers {transformers.__version__} is as it was compared")
-        ]
-    what = f"transformers {transformers.__version__} writes {slow} in a way that was never compared with the fast paths"
-    why = f"these models give the same numbers, several times slower{f'; {fast} are fast' if fast else ''}"
-    return [Finding("warning", what, why, "install the transformers of requirements.lock, or a newer rlhf_nb")]
+    words = {"version": transformers.__version__, "fast": fast, "known": f"; {fast} are fast" if fast else ""}
+    return [finding("slow" if slow else "fast", slow=slow, **words)]
 
 # %% ../../nbs/pipeline/doctor.ipynb #6ca18fe4
 _LIBRARIES = 0.45e9  # bytes of Python, torch and transformers themselves
@@ -342,22 +274,9 @@ def check_memory(need: Budget, free: float | None) -> list[Finding]:
     if free is not None:
         what += f", {free / 1e9:.1f} GB free"
     if free is None or need.peak <= 0.9 * free:
-        return [
-            Finding("ok", what, "an estimate from the model's shape; see perf/rss_mb in metrics.jsonl for the truth")
-        ]
-    level: Severity = "error" if need.peak > free else "warning"
-    fix = _REMEDIES[max(roles, key=lambda r: roles[r])]
-    return [Finding(level, what, "a run that outgrows memory is killed in the middle", fix)]
-
-
-_ADAPTERS = "train adapters instead of all weights (model.lora.r=16)"
-_SHARED = "share one backbone (critic=hydra with model.lora), or model.lora.quantize_4bit=true on a GPU"
-_REMEDIES = {
-    "policy": f"{_ADAPTERS}, or model.lora.quantize_4bit=true on a GPU", "value": _SHARED,
-    "reference": f"{_SHARED}; DPO: reference=cached", "reward": _SHARED, "gradients": _ADAPTERS, "optimizer": _ADAPTERS,
-    "activations": "lower token_budget", "cache": "lower rollout_batch_size or sampling.max_new_tokens",
-    "rollouts": "lower rollout_batch_size", "overhead": "close other programs",
-}  # fmt: skip
+        return [finding("fits", what=what)]
+    fix = _SAID["remedies"][max(roles, key=lambda r: roles[r])]
+    return [finding("too_large" if need.peak > free else "tight", what=what, fix=fix)]
 
 # %% ../../nbs/pipeline/doctor.ipynb #92000002
 def check_cost(config: Any, start: StageStart, rows: list[Row], precision: Precision) -> list[Finding]:
@@ -374,15 +293,7 @@ def check_cost(config: Any, start: StageStart, rows: list[Row], precision: Preci
     if found is None:
         return []
     first, *lighter = found.sentences()
-    why = "a few layers of this shape were timed on this machine just now; other programs make it slower"
-    return [
-        Finding(
-            "ok",
-            f"a step takes {first}",
-            why,
-            "\n".join(lighter) and "lighter: " + "\n".join(lighter),
-        )
-    ]
+    return [finding("step", first=first, lighter="\n".join(lighter) and "lighter: " + "\n".join(lighter))]
 
 
 _SLOW = 64_000_000  # parameters: from here on a CPU's step takes long enough to draw fewer answers for it
@@ -536,17 +447,15 @@ def check_saving(config: TrainConfig) -> list[Finding]:
         config: of a training run.
     """
     steps, seconds, _ = read_interval(config.save_every)
-    why, fix = "a machine that dies takes all work since the last checkpoint with it", "save_every=10min"
     if steps is not None:
         done = [e["perf/step_s"] for e in read_metrics(config.output_dir) if "perf/step_s" in e]
         if not done:
-            what = f"a checkpoint every {steps} steps, and nobody knows yet how long these take"
-            return [Finding("note", what, why, fix)]
+            return [finding("steps_unknown", steps=steps)]
         seconds = steps * statistics.median(done[-50:])
     if seconds is not None and seconds <= BEARABLE:
         return []
     lost = "everything until its end" if seconds is None else f"{seconds / 60:.0f} minutes of work"
-    return [Finding("warning", f"a kill could cost this run {lost}", why, fix)]
+    return [finding("unsaved", lost=lost)]
 
 # %% ../../nbs/pipeline/doctor.ipynb #d15ea5e1
 def check_loading(config: Any, precision: Precision) -> list[Finding]:
@@ -562,16 +471,14 @@ def check_loading(config: Any, precision: Precision) -> list[Finding]:
         left = [f"model.lora.quantize_4bit={bits}".lower()] * bits + [f"model.attn_implementation={kernel}"] * (
             kernel != "sdpa"
         )
-        why = "this model is made here, in fp32 and with torch's own attention"
-        return [Finding("warning", f"{' and '.join(left)} has no effect", why, "leave it out")] if left else []
+        return [finding("no_effect", keys=" and ".join(left))] if left else []
     if bits:
         with _found(out, "training can't start"):
             quantization_of(model, precision)
     if kernel == "flash_attention_2" and (
         precision.device.type != "cuda" or not importlib.util.find_spec("flash_attn")
     ):
-        what = f"{kernel} needs a GPU and the package flash-attn; here it is {precision.device.type}"
-        out.append(Finding("error", what, "training can't start", "model.attn_implementation=sdpa"))
+        out.append(finding("flash", kernel=kernel, device=precision.device.type))
     return out
 
 
@@ -583,15 +490,10 @@ def check_prices(config: Any) -> list[Finding]:
     """
     out = []
     if getattr(config, "vf_coef", 1.0) == 0 and config.critic != "hydra":
-        why = "the critic learns nothing, so advantages are its first guesses"
-        out.append(Finding("warning", "vf_coef is 0", why, "vf_coef=0.1, the default, or grpo, which needs no critic"))
+        out.append(finding("no_critic"))
     learnt = [e for e in config.rewards if (e.model or e.classifier or e.process or e.url) and e.weight]
     if config.has("kl_coef") and config.kl_coef == 0 and (learnt or config.reward not in (None, "check", "gold")):
-        why = (
-            "a reward that was learnt is right near its data only: without a price of drift its mistakes are maximised"
-        )
-        fix = "kl_coef=0.05, and look at answers; watch=[...] with another judge shows when the two part"
-        out.append(Finding("warning", "kl_coef is 0 with a learnt reward", why, fix))
+        out.append(finding("no_price"))
     return out
 
 
@@ -610,16 +512,16 @@ def check_judgements(rows: list[Row], kind: RowKind) -> list[Finding]:
         return []
     out = []
     if kind == "preference" and len(rows) < _FEW:
-        why = f"an accuracy on a fifth of them is uncertain by ±{1.96 * math.sqrt(0.25 / max(1, len(rows) / 5)):.0%}"
-        out.append(Finding("warning", f"{len(rows)} pairs are few", why, f"about {_FEW} or more, or begin with sft"))
+        error = 1.96 * math.sqrt(0.25 / max(1, len(rows) / 5))
+        out.append(finding("few_pairs", n=len(rows), error=error, enough=_FEW))
     for what, told in _tellers(rows, kind).items():
         right = max(told.count(True), told.count(False)) / max(1, len(told))
         if len(told) >= 50 and right >= _DECIDES:
-            why = f"it tells {right:.0%} of {len(told)} judgements, so that is what will be learnt, not what is good"
             fix = "mix in pairs in which it is the other way round; dpo: loss=simpo evens lengths out" * (
                 what == "the length"
             )
-            out.append(Finding("warning", f"{what} decides", why, fix or "take answers of one source for both sides"))
+            fix = fix or "take answers of one source for both sides"
+            out.append(finding("decides", what=what, share=right, n=len(told), fix=fix))
     return out
 
 
@@ -687,11 +589,7 @@ def check_distance(config: Any, start: StageStart, rows: list[Row]) -> list[Find
     if len(tokens) < 4:
         return []
     far = distance(load_causal_lm(config.model, precision, tokenizer=start.tokenizer, trainable=False), tokens)
-    if far <= _FAR:
-        return []
-    what = f"the chosen answers are another model's: {far:.1f} nats a token less likely than this policy's own"
-    why = "so far from what it says, DPO mostly learns to make both answers less likely"
-    return [Finding("warning", what, why, "sft on the chosen answers first, or label its own answers: rlaif")]
+    return [finding("far", nats=far)] if far > _FAR else []
 
 # %% ../../nbs/pipeline/doctor.ipynb #9e84bfe5
 _ROWS = 2000  # looked at
@@ -784,11 +682,7 @@ def examine(config: Any, start: StageStart | None = None) -> list[Finding]:
                 out += [plain_rows(speaks_chat(start.tokenizer, config.data.as_chat))]
     if method.leaves == "pairs":
         if not config.judge.named:
-            fix = (
-                "judge.model=FOLDER, judge.endpoint.url=... with judge.endpoint.model=NAME, or "
-                "judge.rewards=[{verify: number}]"
-            )
-            out.append(Finding("error", "judge is not set", "nothing says which answer is better", fix))
+            out.append(finding("no_judge"))
         return out + check_run_folder(config.output_dir)
     if start is not None:
         out += check_model(start.model_config, config)
@@ -811,17 +705,11 @@ def examine(config: Any, start: StageStart | None = None) -> list[Finding]:
     if method.online:
         out += check_sampling(config) + check_prices(config)
         with _found(out, "there is nothing to maximise"):
-            for key, entries in (
-                ("rewards", config.rewards),
-                ("watch", config.watch),
-                ("eval.metrics", config.eval.metrics),
-            ):
-                check_entries(entries, key)
+            entries = {"rewards": config.rewards, "watch": config.watch, "eval.metrics": config.eval.metrics}
+            for key, named in entries.items():
+                check_entries(named, key)
         if not rewarded(config):
-            fix = (
-                "reward=FOLDER of a reward model, or rewards=[{verify: number}], rewards=[{file: rewards.py, fn: NAME}]"
-            )
-            out.append(Finding("error", "reward is not set", "there is nothing to maximise", fix))
+            out.append(finding("no_reward"))
     return out + check_run_folder(config.output_dir)
 
 # %% ../../nbs/pipeline/doctor.ipynb #53ccbbe2
@@ -830,21 +718,15 @@ def check_run_folder(path: str | Path) -> list[Finding]:
     path, out = Path(path), list[Finding]()
     above = next(p for p in (path, *path.absolute().parents) if p.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
-        return [Finding("error", f"{path} can't be written", "nothing could be saved", "choose another output_dir")]
+        return [finding("unwritable", path=path)]
     holder = holder_of(path)
     if holder is not None and (holder.lives if holder.here else time.time() - holder.touched < STALE):
-        why = "two runs in one folder would destroy each other's checkpoints"
-        out.append(
-            Finding("error", f"{path} is in use by {holder}", why, "wait for it, end it, or choose another output_dir")
-        )
+        out.append(finding("in_use", path=path, holder=holder))
     if RunDir(path).holds_run():
-        fix = "--resume to go on with it, --overwrite to replace it, or another output_dir"
-        why = "a new run is refused there, so that nothing is lost"
-        out.append(Finding("warning", f"{path} already holds a run", why, fix))
+        out.append(finding("holds_run", path=path))
     free = shutil.disk_usage(above).free
     if free < 1e9:
-        fix = "make room, or lower keep_checkpoints"
-        out.append(Finding("warning", f"{free / 1e9:.2f} GB of disk are free", "checkpoints may not fit", fix))
+        out.append(finding("disk", free=free / 1e9))
     return out
 
 # %% ../../nbs/pipeline/doctor.ipynb #ab3d7f9b

@@ -36,6 +36,7 @@ class Request:
         tokenizer: decodes, and names PAD and EOS.
         seed, step, num_samples, greedy: as in `rollout.sampler.sample`.
         eos: tokens that end an answer; None: the model's own.
+        kept: keys and values of rows that go on in several turns, see `fast.engine.write`; None: none are kept.
     """
 
     prompts: PromptBatch
@@ -46,6 +47,7 @@ class Request:
     num_samples: int = 1
     greedy: bool = False
     eos: list[int] | None = None
+    kept: dict[Any, Any] | None = None
 
     def ends(self, model: Any) -> list[int]:
         """Tokens that end an answer of this model."""
@@ -73,14 +75,14 @@ class Sampler:
     def generate(
         self, model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig, *, tokenizer: Any, seed: int,
         step: int = 0,
-        num_samples: int = 1, greedy: bool = False, eos: list[int] | None = None,
+        num_samples: int = 1, greedy: bool = False, eos: list[int] | None = None, kept: dict[Any, Any] | None = None,
     ) -> Rollout:  # fmt: skip
         """B · num_samples rows, those of a prompt contiguous; `rollout_logps` at the sampling temperature, or None.
 
         Args:
             model: the policy. The others are those of `Request`.
         """
-        return self.answer(model, Request(prompts, sampling, tokenizer, seed, step, num_samples, greedy, eos))
+        return self.answer(model, Request(prompts, sampling, tokenizer, seed, step, num_samples, greedy, eos, kept))
 
     def answer(self, model: nn.Module, request: Request) -> Rollout:
         """What `generate` returns, for its arguments as one."""

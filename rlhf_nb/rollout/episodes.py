@@ -479,7 +479,7 @@ class Episodes(Sampler):
 
     def answer(self, model: nn.Module, request: Request) -> Rollout:
         """See `Sampler`; a rollout with the columns `episode`, `environments` and, by turns, `step_rewards`."""
-        episodes, waits = self._enter(request), _Waits()
+        episodes, waits, request = self._enter(request), _Waits(), replace(request, kept={})
         seeds = earlier(request.prompts).tolist()
         for e in episodes:
             seed = derive_seed(request.seed, "environment", request.step, e.uid, seeds[e.row])
@@ -506,6 +506,9 @@ class Episodes(Sampler):
                 if not e.stop:
                     turn = Turn(e.texts[-1], *e.asked, len(e.texts), self._left(e))
                     waits.begin(e, partial(e.seat.step, turn), max(1e-3, self.config.max_seconds - e.waited))
+            for e in (*ready, *(x for x, _, _ in heard)):
+                if e.stop and request.kept:
+                    request.kept.pop((e.uid, e.sample), None)
 
     def _enter(self, request: Request) -> list[_Episode]:
         """The episodes of a request, before anything is said."""

@@ -316,6 +316,7 @@ def sample_tokens(
     num_samples: int = 1, greedy: bool = False, batch_size: int | None = None, cache_bytes: int = 2 << 30,
     fixed_shapes: bool | None = None,
     used: list[int] | None = None, over: Callable[[list[int]], bool] | None = None,
+    kept: dict[Any, Any] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`sample` without the tokenizer: ids in, ids out.
 
@@ -326,6 +327,7 @@ def sample_tokens(
         used: a list that is told how many rows each step worked on; kept tokens / their sum is the share of slots in
             use.
         over: told a completion's tokens every few steps, it may end it (not where `generate` writes).
+        kept: keys and values by prompt's id and sample, see `fast.engine.write`; elsewhere none are kept.
         Others as in `sample`.
 
     Returns:
@@ -349,7 +351,8 @@ def sample_tokens(
         if reason is None:
             how: dict[str, Any] = {"batch_size": batch_size, "cache_bytes": cache_bytes, "used": used, "over": over}
             if device.type == "cpu" and not fixed_shapes:  # there, an answer is the same in any company
-                found = write(bare, asked.prompts, asked.repeats, new, choose, u, **how)
+                names = [*zip(asked.uid.tolist(), asked.sample.tolist())]
+                found = write(bare, asked.prompts, asked.repeats, new, choose, u, kept=kept, names=names, **how)
             else:
                 found = fast.decode(bare, asked.prompts, asked.repeats, new, choose, u, ends=bool(eos), **how)
         else:
@@ -430,7 +433,7 @@ def sample(
         num_samples: completions per prompt G; rows of one prompt are contiguous in the result.
         greedy: the likeliest token instead of a sampled one.
         eos: tokens that end a completion, if not the model's and tokenizer's own.
-        how: batch_size, cache_bytes, fixed_shapes, used, over: see `sample_tokens`.
+        how: batch_size, cache_bytes, fixed_shapes, used, over, kept: see `sample_tokens`.
 
     Returns:
         Rollout of B·G rows on the model's device; `rollout_logps` are log-probs of the taken tokens at the sampling

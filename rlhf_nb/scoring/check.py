@@ -16,6 +16,7 @@ from ..fast.attention import row_attention
 from ..fast.blocks import Blocks
 from ..fast.linear import rotary_table, rotate
 from ..fast.support import can_run, decoder_of, distrust, use_fast
+from ..fast.workers import HUGE, alone_if_small
 from .scores import completion_logps, pool_row, sequence_scores
 from .trees import why_no_trees
 from ..types import Completions
@@ -164,7 +165,7 @@ def self_check(
         except ModelError:  # trees are refused for another reason
             return off_by(completion_logps(model, c, temperature=temperature).logps)
 
-    with evaluating(model):
+    with evaluating(model), alone_if_small(model, HUGE):
         want = plain_logps(model, c, temperature)
         scorer = scored()
         sampler = None if sampler_logps is None else off_by(sampler_logps[: len(c), : want.shape[1]])
@@ -218,7 +219,7 @@ def check_scores(
         got = sequence_scores(decoder, model.number, c, pooling=model.pooling).double()
         return float((got - want).abs().max() / want.abs().max().clamp_min(1.0))
 
-    with evaluating(model), model.speaking():
+    with evaluating(model), model.speaking(), alone_if_small(model, HUGE):
         want = torch.stack([own(i) for i in range(len(c))]).double()
         scorer = off_by()
         if scorer > bound:

@@ -170,8 +170,8 @@ class ServedEngine(RowEngine):
         self, model: Any, tokenizer: Any, rows: int, length: int, adapter: str | None = None, ahead: int = 0,
         most_drafted: int = 4, copies: int = 1 << 28, cache: float = math.inf,
     ) -> None:  # fmt: skip
-        super().__init__(None, self.on, model)
-        self.tokenizer, self.adapter, self.length, self.most_rows = tokenizer, adapter, length, rows
+        super().__init__(None, self.on)
+        self.model, self.tokenizer, self.adapter, self.length, self.most_rows = model, tokenizer, adapter, length, rows
         self.most_drafted, self.copies, self._choosers = most_drafted, 0, dict[Any, Chooser]()
         bare = unwrapped(model)
         weight: Tensor = bare.get_input_embeddings().weight  # type: ignore[operator, assignment]

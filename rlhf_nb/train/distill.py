@@ -11,7 +11,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, SamplingConfig, option
+from ..config import DataConfig, ModelConfig, PathText, SamplingConfig, option
 from ..core import ConfigError, decide_precision, derive_seed
 from ..data.sources import collate_completions, collate_prompts
 from ..data.worlds import toy_presets

@@ -12,7 +12,7 @@ from pydantic import model_validator
 from torch import Tensor
 
 from ..losses.advantages import gae, kl_shaped_rewards, whiten
-from ..config import OptimizerConfig, PathText, option
+from ..config import PathText, option
 from ..core import ConfigError
 from ..losses.kl import AdaptiveKL, FixedKL, KLKind
 from ..losses.policy import clipped_surrogate, clipped_value, entropy_bonus
