@@ -276,7 +276,7 @@ class Desk:
         return await self.read(exchange.who, sum(len(a.ask.ids) + len(a.tokens) for a in answers), work)
 
     async def read(self, who: str, tokens: int, work: Callable[[], _T]) -> _T:
-        """What the thread that owns the models makes of a client's text, so many tokens long, when its turn has come."""
+        """What the thread that owns the models makes of a client's text, so many tokens long, in its turn."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[_T] = loop.create_future()
 
