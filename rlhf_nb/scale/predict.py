@@ -53,7 +53,7 @@ def named_gpu(name: str) -> Machine:
     wrong |= {k for k, v in stated.items() if type(v) not in (int, float) or not 1e-9 <= v <= most.get(k, 1e30)}
     if wrong:
         raise ConfigError(
-            f"{name}: {', '.join(sorted(map(str, wrong)))} is missing, unknown or no number from 1e-9 to 1e30. A machine "
+            f"{name}: {', '.join(sorted(map(str, wrong)))} is missing, unknown or not from 1e-9 to 1e30. A machine "
             f"has {numbers}; products is a share, at most 1."
         )
     return Machine(Path(name).stem.lower(), **stated)
