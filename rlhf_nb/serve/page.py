@@ -10,7 +10,6 @@ from typing import Any
 
 from ..widgets.touch import page_file
 
-
 # %% auto #0
 __all__ = ['STYLE', 'SCRIPT', 'page', 'policy', 'page_router']
 

@@ -423,7 +423,9 @@ def without_each(row: Row, reward: Callable[..., Any], tokenizer: Any = None) ->
     """
     texts = token_texts(row, tokenizer)
     if tokenizer is None and "texts" not in row:
-        raise DataError("what an answer says without a token needs the tokens' texts: pass tokenizer=, that of the run.")
+        raise DataError(
+            "what an answer says without a token needs the tokens' texts: pass tokenizer=, that of the run."
+        )
     asked = ["".join(texts), *("".join(texts[:i] + texts[i + 1 :]) for i in range(len(texts)))]
     whole, *rest = (float(x) for x in reward([row["prompt"]] * len(asked), asked))
     return row | {"without": [whole - x for x in rest]}
@@ -472,7 +474,6 @@ def method_pulls(rows: Sequence[Row], kl_coef: float = 0.05, beta: float = 0.1) 
         {**row, **{name: pull[i, :n].tolist() for name, pull in pulls.items()}}
         for i, (row, n) in enumerate(zip(rows, lengths.tolist()))
     ]
-
 
 # %% ../../nbs/widgets/samples.ipynb #37f038a7
 class Tokens:
