@@ -51,7 +51,7 @@ FILLED_IN = {  # where the same word means something else
 }  # fmt: skip
 WORDS = {  # metavariables
     "MODEL": "tiny", "A": "tiny", "B": "other", "C": "third", "PROMPT": "Hello.", "RUN": "runs/ppo", "FOLDER": "runs/ppo", "STEP": "40",
-    "FORMAT": "gguf-q8_0", "OUT": "out", "SOUP": "soup", "TUNED": "other", "BEFORE": "tiny", "SFT": "tiny", "USER": "u-17", "SUITE": "sums",
+    "FORMAT": "safetensors", "OUT": "out", "SOUP": "soup", "TUNED": "other", "BEFORE": "tiny", "SFT": "tiny", "USER": "u-17", "SUITE": "sums",
     "METHOD": "sft", "GIB": "15", "FILE": "pairs.jsonl", "DATA": "questions.jsonl", "HELD_OUT_FILE": "held.jsonl", "VERSION": "8d1f0c2a77b1",
     "OWNER/NAME": "owner/name", "IMAGE": "registry/rlhf-nb", "NAME": "sums", "KEY=VALUE": "seed=1", "FORK": "runs/ppo", "OTHER_FOLDER": "runs/eval/new", "MINE.yaml": "run_all.yaml",
     "NAME@REVISION": "owner/name@main",
@@ -217,7 +217,7 @@ KNOWN = {
         re.sub(r"(?m)^(?!\w*requirements).*$", "", (ROOT / "settings.ini").read_text()),
     )
 }
-SOLE = {"rlhf_nb", "llama-cpp-python", "tensorboardX", "torch"}  # of no extra
+SOLE = {"rlhf_nb", "tensorboardX", "torch"}  # of no extra
 
 
 def test_each_pip_line_names_a_package_that_an_extra_has() -> None:

@@ -19,7 +19,7 @@ __all__ = ['DECODERS', 'sample_command', 'chat_command', 'get_command', 'eval_co
 
 # %% ../../nbs/cli/ask.ipynb #c1510a05
 DECODERS = (  # of decode.named; a test compares them
-    "plain, best_of_n, vote, speculative, constrained"
+    "plain, best_of_n, vote, constrained"
 )
 _Model = typer.Argument(..., metavar="MODEL", help="directory, GGUF file, short name (smollm2, ...) or hub name")
 _MaxNew = typer.Option(None, min=1, help="longest answer; default: what the model says, else 256 (base models: 64)")

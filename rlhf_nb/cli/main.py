@@ -62,6 +62,15 @@ class Commands(typer.core.TyperGroup):
                 made.epilog = f"Example: rlhf-nb {EXAMPLES[name]}"
         return with_methods(made)
 
+    def invoke(self, ctx: Any) -> Any:
+        """Run what was typed; of an option that an earlier version had, say where that is now."""
+        try:
+            return super().invoke(ctx)
+        except Exception as e:
+            if hint := elsewhere(str(getattr(e, "option_name", "")).lstrip("-").replace("-", "_")):
+                e.message = f"{e.message} {hint}"  # type: ignore[attr-defined]
+            raise
+
     def _method(self, ctx: Any, name: str) -> Any:
         """The command that trains with a method."""
         fact: Any = fact_of(name)

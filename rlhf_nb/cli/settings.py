@@ -152,7 +152,7 @@ EXAMPLES = {  # the line that is typed most
     "sample": "sample runs/ppo/model 'Where do owls live?'", "get": "get smollm2", "serve": "serve smollm2",
     "feedback": "feedback feedback.jsonl", "cycle": "cycle feedback.jsonl",
     "plan": "plan ppo model.name_or_path=smollm2 --gpus 8", "launch": "launch ppo --config run.yaml --processes 2",
-    "metrics": "metrics runs/ppo", "export": "export runs/ppo/model --to gguf-q8_0 --out exported",
+    "metrics": "metrics runs/ppo", "export": "export runs/ppo/model --dtype bf16 --out exported",
     "merge": "merge runs/a/model runs/b/model --out merged", "push": "push runs/ppo OWNER/NAME",
 }  # fmt: skip
 

@@ -111,13 +111,12 @@ class _Row(Answering):
         super().__init__(ask.ids, room, choose, numbers, ask.owner)
         self.ask, self.words, self.temperature = ask, Words(tokenizer, ask.stop), choose.sampling.temperature
         self.held: list[Token] = []  # tokens whose text isn't sure
-        self.draft, self.pace = LookUp(), Pace(ahead, 0.0)
-        self.draft.begin([self.text], room)
+        self.draft, self.pace = LookUp(), Pace(ahead)
 
     def propose(self) -> list[int]:
         """What may follow, by the text so far."""
         most = min(self.pace.ask(), self.room - self.place - 1) if self.pace.ahead else 0
-        return self.draft.propose([(0, self.text, most)])[0].tokens if most > 0 else []
+        return self.draft.follows(self.text, most) if most > 0 else []
 
     def take(self, token: int, logp: float, ended: bool, lines: Tensor, at: int) -> None:
         """Append a token, and tell what became sure."""
