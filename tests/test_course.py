@@ -199,6 +199,9 @@ def test_every_lesson_has_solutions_and_a_quiz() -> None:
         assert len({q["right"] for q in known[n]["quiz"]}) >= 3, "a letter that is always right teaches nothing"
     right = [q["right"] for lesson in known.values() for q in lesson["quiz"]]
     assert max(right.count(letter) for letter in "abcd") < 0.35 * len(right)
+    asked = [q for lesson in known.values() for q in lesson["quiz"]]
+    longest = [max(q["options"], key=lambda o: len(str(o))) == q["options"]["abcd".index(q["right"])] for q in asked]
+    assert statistics.fmean(longest) < 0.4, "the longest answer is the right one too often"
 
 
 @pytest.mark.parametrize("path", LABS, ids=lambda p: p.stem)
