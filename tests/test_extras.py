@@ -20,7 +20,7 @@ NEEDS = {  # extra: packages that are hidden, and command lines that need one of
         ["fastapi", "uvicorn", "prometheus_client"],
         ["serve tiny", "serve tiny --page"],
     ),
-    "gguf": (["gguf"], ["export tiny --to gguf-q8_0 -o out", "sample some.gguf Hi"]),
+    "gguf": (["gguf"], ["sample some.gguf Hi"]),
     "constrain": (["llguidance"], ["sample tiny Hi --decoder constrained:(yes|no)"]),
     "pii": (["presidio_analyzer"], ["feedback said.jsonl --export pairs.jsonl --scrub"]),
     "trackers": (
