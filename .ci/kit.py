@@ -30,10 +30,14 @@ AFTER = ("## Exercises", "## Quiz", "## Two papers", "## To hand in")
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A notebook, each cell's text as one string."""
+    """A notebook, each cell's text and each text of its outputs as one string."""
     nb: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     for cell in nb["cells"]:
         cell["source"] = "".join(cell["source"])
+        for held in [*cell.get("outputs", []), *(o.get("data", {}) for o in cell.get("outputs", []))]:
+            held |= {
+                k: "".join(v) for k, v in held.items() if isinstance(v, list) and all(isinstance(x, str) for x in v)
+            }
     return nb
 
 
@@ -61,7 +65,7 @@ def students(target: Path) -> list[Path]:
 def deck(path: Path) -> dict[str, Any]:
     """A lesson whose cells say which slide they are on: one for the question, one for each section; code that draws a
     figure is left out, and so are exercise cells."""
-    nb, inside = read(path), ""
+    nb, inside, first, beside = read(path), "", False, "-"
     parts = [
         (c, re.split(r"\n+(?=## )", c["source"]) if c["cell_type"] == "markdown" else [c["source"]])
         for c in nb["cells"]
@@ -71,10 +75,26 @@ def deck(path: Path) -> dict[str, Any]:
         text, code = cell["source"], cell["cell_type"] == "code"
         new = text.startswith(("# ", "## "))
         inside = next((h for h in AFTER if text.startswith(h)), "" if new else inside)
-        left_out = text.startswith("#| hide") or (code and inside and "learn.quiz" not in text)
-        kind = "skip" if left_out else "slide" if new else "subslide" if code else "fragment"
+        figure = code and any(map(is_figure, cell["outputs"]))
+        if text.startswith("## A figure"):  # a short text and its figure share a slide
+            first, beside = True, "-" if len(text.split()) < 55 and "$$" not in text else "subslide"
+        left_out = text.startswith("#| hide") or (
+            code and (inside or (first and not figure)) and "learn.quiz" not in text
+        )
+        kind = (
+            "skip"
+            if left_out
+            else "slide"
+            if new
+            else beside
+            if first and figure
+            else "subslide"
+            if code or len(text.split()) > 60
+            else "fragment"
+        )
+        first = first and not figure
         cell["metadata"] = {"slideshow": {"slide_type": kind}}
-        if code and any(map(is_figure, cell["outputs"])):
+        if figure:
             cell["metadata"]["tags"] = ["figure"]
         if new and text.startswith("# "):
             cell["source"] = "\n".join(line for line in text.splitlines() if not line.startswith("[![Open"))
@@ -88,7 +108,12 @@ def slides(target: Path) -> list[Path]:
     from traitlets.config import Config
 
     remove = {"enabled": True, "remove_input_tags": {"figure"}}
-    exporter, made = SlidesExporter(config=Config({"TagRemovePreprocessor": remove})), list[Path]()
+    exporter, made = (
+        SlidesExporter(
+            exclude_output_prompt=True, exclude_input_prompt=True, config=Config({"TagRemovePreprocessor": remove})
+        ),
+        list[Path](),
+    )
     target.mkdir(parents=True, exist_ok=True)
     for path in sorted(COURSE.glob("lesson_*.ipynb")):
         html, _ = exporter.from_notebook_node(nbformat.from_dict(deck(path)))

@@ -1012,8 +1012,6 @@ def part_decode(job: Job) -> Iterator[Row]:
         f"{counts[-2]} rows, weights in fp32, as a policy has them that trains",
         lambda: rounding(job, counts[-2], speed),
     )
-    yield tried(job, "1 row, speculative, look-up", lambda: speculative(job, model, False))
-    yield tried(job, "1 row, speculative, a draft of 4 layers", lambda: speculative(job, model, True))
     yield tried(job, f"{counts[-2]} rows, `generate`", lambda: by_generate(job, model, counts[-2]))
     yield tried(
         job, f"{counts[-2]} rows, vLLM", lambda: by_vllm(job, model, counts[-2]), needs=1 if job.tiny else 45, most=90
@@ -1025,40 +1023,6 @@ def rounding(job: Job, rows: int, speed: float) -> Row:
     half = torch.bfloat16
     with torch.autocast(job.device.type, half):
         return decoded(job, model_of(job.shape("0.5B"), job.device), rows, speed)
-
-
-def speculative(job: Job, model: Any, small: bool) -> Row:
-    """One answer to a text that repeats itself, with a draft and without."""
-    import copy
-
-    from rlhf_nb.config import SamplingConfig
-    from rlhf_nb.decode.speculative import Speculative
-    from rlhf_nb.rollout.sampler import sample_tokens
-    from rlhf_nb.types import PromptBatch
-
-    draft: Any = "look-up"
-    if small:
-        draft = copy.deepcopy(model)
-        draft.config = copy.deepcopy(model.config)
-        draft.config.num_hidden_layers = 1 if job.tiny else 4
-        draft.model.config, draft.model.layers = draft.config, draft.model.layers[: draft.config.num_hidden_layers]
-        for layer in draft.model.layers:
-            layer.self_attn.config = draft.config
-    new, vocabulary = (9, model.config.vocab_size) if job.tiny else (97, model.config.vocab_size)
-    r = random.Random(0)
-    batch = PromptBatch.from_lists([[r.randrange(2, vocabulary) for _ in range(8)] * (1 if job.tiny else 8)]).to(
-        job.device
-    )
-    how, ours = SamplingConfig(max_new_tokens=new), Speculative(draft)
-    words_of = tokenizer(vocabulary)
-    fast = timed(job, lambda: ours.generate(model, batch, how, tokenizer=words_of, seed=0, eos=[]), most=2.0)
-    plain = timed(job, lambda: sample_tokens(model, batch, how, eos=[], pad=0, seed=0), most=2.0)
-    if ours.plain is not None:
-        return {"reason": f"drawn the plain way: {ours.plain}"}
-    gains = ours.cost.gains if ours.cost else {}
-    return {"tokens/s": new / fast, "plain, tokens/s": new / plain, "ratio": plain / fast} | {
-        k: float(v) for k, v in gains.items()
-    }
 
 
 def by_generate(job: Job, model: Any, rows: int) -> Row:

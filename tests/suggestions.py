@@ -10,6 +10,8 @@ from html import unescape
 from pathlib import Path
 from typing import NamedTuple
 
+import yaml
+
 from rlhf_nb.cli.settings import EXAMPLES, GROUPS, facts
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -150,6 +152,16 @@ def in_messages() -> Iterator[Suggestion]:
     for path in modules():
         for line, text in constants(path):
             yield from in_prose(text, f"{path.relative_to(ROOT)}:{line}")
+    for where, text in in_findings():
+        yield from in_prose(text, where)
+
+
+def in_findings() -> Iterator[tuple[str, str]]:
+    """The doctor's sentences, which stand in a table; what is filled in as X."""
+    place = "rlhf_nb/pipeline/findings.yaml"
+    for name, parts in yaml.safe_load((ROOT / place).read_text(encoding="utf-8")).items():
+        for text in parts.values() if isinstance(parts, dict) else parts[1:]:
+            yield f"{place}:{name}", re.sub(r"(?<!\{)\{[^{}]*\}(?!\})", "X", text)
 
 
 def all_lines() -> list[Suggestion]:
@@ -211,3 +223,7 @@ def python_in_messages() -> Iterator[tuple[Suggestion, str]]:
                 for found in (*_IMPORT.findall(text), *_CALL.findall(text)):
                     if not re.search(r"\w\((s|es)\)$|^rgba", found) and _parses(found):
                         yield Suggestion(f"{path.relative_to(ROOT)}:{node.lineno}", found), text
+    for where, text in in_findings():
+        for found in (*_IMPORT.findall(text), *_CALL.findall(text)):
+            if _parses(found):
+                yield Suggestion(where, found), text

@@ -5,10 +5,13 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 from urllib.parse import quote
+from urllib.request import Request, urlopen
 
 import pytest
 
@@ -176,3 +179,53 @@ def test_a_seed_that_went_astray_is_compared(name: str, tmp_path: Path) -> None:
         for window in (None, (2.0, 4.0), (50.0, 60.0)):
             data = Runs(tmp_path).compare("0", "1", by=by, window=window).data()
             assert json.dumps(data, allow_nan=False) and data["members"] == ["0", "1"]
+
+
+def test_pairs_are_labelled_at_the_board(tmp_path: Path) -> None:
+    """Two people, one file; without the word one may only look, and with it one may label, but steers no run."""
+    rows = [{"prompt": f"q{i}", "chosen": f"good {i}", "rejected": f"bad {i}"} for i in range(5)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    (tmp_path / "guideline.md").write_text("Be **fair**.")
+    told = list[str]()
+    server = serve_board(tmp_path, port=0, block=False, say=told.append, label=tmp_path / "pairs.jsonl")
+    base, word = told[0].split()[0].split("?word=")
+
+    def post(body: object, given: str = word) -> tuple[int, str]:
+        data = json.dumps(body).encode()
+        try:
+            with urlopen(Request(f"{base}api/change", data, {"X-Word": given})) as answer:
+                return answer.status, answer.read().decode()
+        except HTTPError as error:
+            return error.code, error.read().decode()
+
+    def label(who: str, key: str, **message: object) -> tuple[int, str]:
+        state = json.loads(urlopen(f"{base}api/label?who={who}").read())
+        message = {"pair": state["pair"], "key": key, "seconds": 9.0, **message}
+        return post({"run": "", "request": "label", "who": who, "message": message})
+
+    try:
+        assert 'src="label.js"' in urlopen(f"{base}label").read().decode()
+        for who in ("ada", "bob"):
+            time.sleep(0.2)  # a key that comes at once is not about the pair
+            json.loads(urlopen(f"{base}api/label?who={who}").read())
+            time.sleep(0.2)
+            code, text = label(who, "a", reasons=["clearer"])
+            assert code == 200 and json.loads(text)["done"] == 1 and json.loads(text)["guideline"] == "Be **fair**."
+        kept = [json.loads(x) for x in (tmp_path / "pairs.labels.jsonl").read_text().splitlines()]
+        assert [x["annotator"] for x in kept] == ["ada", "bob"] and kept[0][
+            "seconds"
+        ] < 5  # the clock here has the last word
+        assert "another pair" in json.loads(label("ada", "a", pair="no such")[1])["message"]
+        assert "chosen" not in json.loads(label("ada", "o")[1])  # nothing says which one was chosen before
+        assert urlopen(f"{base}api/labels?format=unpaired").read().count(b"\n") == 2 * (
+            kept[0]["verdict"] == kept[1]["verdict"]
+        )
+        assert post({"run": "", "request": "label", "who": "eve", "message": {}}, "wrong")[0] == 404
+        assert "only look" in post({"run": "", "request": "label", "who": "eve", "message": {}}, "")[1]
+        assert post({"run": "x", "request": "remark", "note": "hi"})[1].startswith("this address may look and label")
+        for odd in (None, [], {"pair": 3, "key": ["a"]}, {"seconds": "x" * 99}, {"note": 7, "pair": "x"}):
+            assert post({"run": "", "request": "label", "who": "ada", "message": odd})[0] == 200
+        assert len((tmp_path / "pairs.labels.jsonl").read_text().splitlines()) == 2
+    finally:
+        server.shutdown()
+        server.server_close()

@@ -133,7 +133,7 @@ class Visit:
 
 
 def test_a_person_touches_the_charts_of_a_report(browser: Any, tmp_path: Path) -> None:
-    file = report(write_run(tmp_path / "ppo"), tmp_path / "r.html", pngs=False)
+    file = report(write_run(tmp_path / "ppo"), tmp_path / "r.html")
     visit = Visit(browser, file.as_uri())
     page = visit.page
     page.wait_for_selector(".u-over")
@@ -184,7 +184,7 @@ def test_a_person_touches_the_charts_of_a_report(browser: Any, tmp_path: Path) -
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_width_and_both_themes(browser: Any, tmp_path: Path, scheme: str) -> None:
-    visit = Visit(browser, report(write_run(tmp_path / "ppo"), tmp_path / "r.html", pngs=False).as_uri(), scheme=scheme)
+    visit = Visit(browser, report(write_run(tmp_path / "ppo"), tmp_path / "r.html").as_uri(), scheme=scheme)
     page, columns = visit.page, []
     for width in (400, 560, 1000, 1440, 2560):
         page.set_viewport_size({"width": width, "height": 900})
@@ -394,9 +394,53 @@ def test_no_payload_runs_on_board_or_report(
             and visit.page.locator("main img, main iframe, main video").count() == 0
         )
     assert not visit.wrong
-    still = Visit(browser, report(folder / "run", tmp_path / "r.html", pngs=False).as_uri())
+    still = Visit(browser, report(folder / "run", tmp_path / "r.html").as_uri())
     still.page.wait_for_selector(".u-over")
     still.page.evaluate("document.querySelectorAll('details').forEach(d => { d.open = true; })")
     still.page.wait_for_timeout(300)
     assert still.page.evaluate("window.hit || 0") == 0 and still.page.locator("img, iframe, video").count() == 0
     assert not still.wrong
+
+
+def test_two_people_label_at_the_board(browser: Any, tmp_path: Path) -> None:
+    """Keys without a click, reasons, differences, Markdown as elements, five widths, both themes, and whatever a model wrote."""
+    wrote = [*HTML, "**bold** `code` and\n\n```\n<script>hit=1</script>\n```\n\n- one\n- two", "# a\n\n| x | y |\n|---|---|\n| 1 | *2* |",
+             "[here](javascript:hit=1) ![x](http://127.0.0.1:9/x.png) <http://127.0.0.1:9/>", "*" * 3000, "`" * 3001, "> " * 2000 + "deep",
+             "_".join(["a"] * 2000), "1. " * 999, "| " * 999 + "\n|-|\n", "x" * 3000]  # fmt: skip
+    rows = [{"prompt": w, "chosen": w, "rejected": f"another {w}"} for w in wrote]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    (tmp_path / "guideline.md").write_text(wrote[-9] + HTML[0])
+    said = list[str]()
+    server = serve_board(tmp_path, port=0, block=False, say=said.append, label=tmp_path / "pairs.jsonl")
+    try:
+        address = said[0].split()[0]
+        for who, scheme in (("ada", "light"), (HTML[0][:80], "dark")):
+            visit = Visit(browser, address, scheme=scheme)
+            visit.page.get_by_role("link", name="label pairs").click()
+            visit.page.get_by_label("your name").fill(who)
+            visit.page.keyboard.press("Enter")
+            visit.page.wait_for_selector(".rl-side")
+            for n in range(2 * len(wrote)):  # some come twice
+                visit.page.set_viewport_size({"width": (400, 560, 1000, 1440, 2560)[n % 5], "height": 900})
+                before = visit.page.locator(".rl-prompt").inner_text()
+                if "pairs are labelled" in before:
+                    break
+                visit.page.wait_for_timeout(300)
+                for key in "omddm":
+                    visit.page.keyboard.press(key)
+                    visit.page.wait_for_timeout(20)
+                    assert visit.wide() <= 0, (n, key)
+                visit.page.wait_for_timeout(300)
+                visit.page.keyboard.press("2")
+                visit.page.keyboard.press("abtx"[n % 4])
+                until(lambda: visit.page.locator(".rl-prompt").inner_text() != before, 10, "the next pair")  # noqa: B023
+            assert f": {len(wrote)} of {len(wrote)}" in visit.page.locator(".rl-page .rl-bar").first.inner_text()
+            assert visit.page.evaluate("window.hit || 0") == 0
+            assert visit.page.locator(".rl-page :is(img, a, iframe, script, video)").count() == 0
+            assert not visit.wrong
+        kept = [json.loads(x) for x in (tmp_path / "pairs.labels.jsonl").read_text().splitlines()]
+        assert len(kept) >= 2 * len(wrote) and all(0.15 <= x["seconds"] < 60 for x in kept)
+        assert {tuple(x["reasons"]) for x in kept} == {("more helpful",)}
+    finally:
+        server.shutdown()
+        server.server_close()

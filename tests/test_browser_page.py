@@ -183,3 +183,34 @@ def test_stop_and_a_server_that_refuses_are_said(browser: Any, served: tuple[str
     page.set_viewport_size({"width": 360, "height": 640})
     assert page.evaluate("() => document.documentElement.scrollWidth") <= 360, "a phone scrolls sideways"
     page.close()
+
+
+def test_a_talk_is_taken_back_kept_and_looked_into(browser: Any, served: tuple[str, Path]) -> None:
+    """Again, edit, a second talk, how likely each token was, times; Markdown is elements, and markup of a model is text."""
+    visit = Visit(browser, *served, "light")
+    page = visit.page
+    visit.ask("Where do otters live?")
+    assert "first after" in page.locator(".tools").inner_text() and "a second" in page.locator(".tools").inner_text()
+    page.get_by_role("button", name="again").click()
+    until(lambda: len(visit.asked) == 2 and page.locator(".marks").count() == 1, 20, "another answer")
+    assert visit.asked[0]["messages"] == visit.asked[1]["messages"] and page.locator(".turn").count() == 1
+    page.get_by_role("button", name="edit").click()
+    assert page.locator(".turn").count() == 0 and page.input_value("#words") == "Where do otters live?"
+    page.get_by_label("how likely").check()
+    visit.ask("Where do owls live?")
+    assert [m["content"] for m in visit.asked[-1]["messages"]] == ["Where do owls live?"]
+    assert page.locator(".token").count() > 2 and "%" in page.locator(".token").first.get_attribute("title")
+    page.get_by_role("button", name="New talk").click()
+    assert page.locator(".said").count() == 0 and page.locator("#talks option").count() == 2
+    page.get_by_label("how likely").uncheck()
+    visit.ask("And bears?")
+    assert len(visit.asked[-1]["messages"]) == 1, "each talk has its own past"
+    page.select_option("#talks", label="Where do owls live?")
+    assert page.locator(".user").inner_text() == "Where do owls live?"
+    page.evaluate(
+        """t => { const b = document.querySelector('.said:not(.user)'); finished(b, t, []); }""",
+        "**bold** <img src=x onerror=hit=1> [x](javascript:hit=1)\n\n```\n<script>hit=1</script>\n```\n- a\n- `b`",
+    )
+    shown = page.locator(".said:not(.user)")
+    assert shown.locator("strong, pre code, li").count() == 4 and shown.locator("img, a, script").count() == 0
+    assert page.evaluate("window.hit || 0") == 0 and not visit.wrong, visit.wrong

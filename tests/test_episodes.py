@@ -647,7 +647,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "an object": ({"environment": Chat()}, "give the class"),
     "unknown name": ({"environment": None, "episodes": {"environment": "calculater"}}, "Did you mean 'calculator'"),
     "several": ({"environment": Chat, "sampling": {"sampler": "continuous"}}, "several: leave one of them out"),
-    "a decoder": ({"environment": Chat, "decoder": "speculative"}, "several: leave one of them out"),
+    "a decoder": ({"environment": Chat, "decoder": {"stop": "json"}}, "Use decoder=plain"),
 }  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from rlhf_nb.cli.main import app
 from rlhf_nb.core import ConfigError, DataError, RunError
 from rlhf_nb.data import toy
 from rlhf_nb.data.templates import set_chat_template
+from rlhf_nb.models.heads import RewardModel
 from rlhf_nb.models.load import save_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -393,7 +394,10 @@ def test_results_of_another_version_are_refused(tmp_path: Path) -> None:
     assert schema["properties"]["version"]["const"] == 1 and "rows" in schema["properties"]
 
 
-def test_blocks_of_the_guide_run(tmp_path: Path) -> None:
+def test_blocks_of_the_guide_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    RewardModel.from_policy(toy.build_model(0, "tiny")).save("runs/reward/model", toy.build_tokenizer())
+    Path("pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in toy.preference_rows(8, 0)))
     text = (ROOT / "docs" / "evaluate.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", text, re.S)
     assert len(blocks) >= 2

@@ -20,7 +20,7 @@ NEEDS = {  # extra: packages that are hidden, and command lines that need one of
         ["fastapi", "uvicorn", "prometheus_client"],
         ["serve tiny", "serve tiny --page"],
     ),
-    "gguf": (["gguf"], ["export tiny --to gguf-q8_0 -o out", "sample some.gguf Hi"]),
+    "gguf": (["gguf"], ["sample some.gguf Hi"]),
     "constrain": (["llguidance"], ["sample tiny Hi --decoder constrained:(yes|no)"]),
     "pii": (["presidio_analyzer"], ["feedback said.jsonl --export pairs.jsonl --scrub"]),
     "trackers": (
@@ -32,6 +32,13 @@ NEEDS = {  # extra: packages that are hidden, and command lines that need one of
     "verify": (
         ["jsonschema"],
         ["grpo TINY rollout_batch_size=4 mini_batch_size=4 num_generations=2 'rewards=[{verify: json, schema: {}}]'"],
+    ),
+    "games": (
+        ["gymnasium", "reasoning_gym", "textarena"],
+        [
+            f"grpo TINY rollout_batch_size=4 mini_batch_size=4 num_generations=2 episodes.environment={name} episodes.options.{key}=x"
+            for name, key in (("gymnasium", "game"), ("reasoning-gym", "dataset"), ("textarena", "game"))
+        ],
     ),
     "math": (
         ["math_verify"],

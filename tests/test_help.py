@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import resource
 import subprocess
@@ -49,12 +50,13 @@ def test_help_comes_at_once(line: str) -> None:
     assert seconds <= LIMIT
 
 
-def test_help_without_torch_names_every_decoder_and_format() -> None:
+def test_help_without_torch_names_every_decoder_and_the_bound_of_exports() -> None:
     from rlhf_nb.decode.named import KINDS
     from rlhf_nb.export import formats
 
     assert ask.DECODERS.split(", ") == list(KINDS)
-    assert models.EXPORT_BOUNDS == {name: form.bound for name, form in formats.FORMATS.items()}
+    said = inspect.signature(models.export_command).parameters["max_kl"].default.help
+    assert said.endswith(f"default: {formats.EXPORT_BOUND}")
 
 
 def test_the_watch_on_torch_can_see_it() -> None:

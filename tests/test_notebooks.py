@@ -33,7 +33,6 @@ def dotted(path: Path) -> str:
 
 # Twenty CPU seconds and more, run in the slow suites; what they call is tested by the file beside them.
 LONG = {
-    "bench.attack": "test_evals.py",
     "course.lab_a": "test_course.py",
     "course.lab_b": "test_course.py",
     "course.lesson_02": "test_course.py",

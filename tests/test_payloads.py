@@ -25,7 +25,7 @@ from rlhf_nb.pipeline import results
 from rlhf_nb.pipeline.doctor import Finding, findings_table
 from rlhf_nb.rollout import sampler
 from rlhf_nb.run.callbacks import step_line, steps_table
-from rlhf_nb.widgets.collect import LabelQueue, pair_html, progress_html, summary_rows
+from rlhf_nb.widgets.collect import LabelQueue, pair_html, summary_rows
 from rlhf_nb.widgets.dashboard import Dashboard
 from rlhf_nb.widgets.html import svg_page, svg_text, table_html
 from rlhf_nb.widgets.labels import LabelStore, Pair, tally
@@ -33,6 +33,7 @@ from rlhf_nb.widgets.reader import open_runs
 from rlhf_nb.widgets.report import metrics_text, report, screen, watch
 from rlhf_nb.widgets.runs import Runs
 from rlhf_nb.widgets.samples import Samples
+from rlhf_nb.widgets.touch import inert_json
 
 RUN = "window.hit=(window.hit||0)+1"
 HTML = [
@@ -103,19 +104,13 @@ def filled(folder: Path, words: list[str]) -> Path:
 def page(folder: Path, words: list[str]) -> str:
     """Everything here that makes HTML, in one page."""
     run = filled(folder, words)
-    made = [
-        (
-            report({f"{words[0]} {words[2]}": run, **{words[1]: run}}, folder / "r.html", samples=100, pngs=False)
-        ).read_text()
-    ]
+    made = [(report({f"{words[0]} {words[2]}": run, **{words[1]: run}}, folder / "r.html", samples=100)).read_text()]
     short = folder / "short"
     short.mkdir()
     (short / "metrics.jsonl").write_text(
         "".join(json.dumps({"step": i, "type": "step", "loss": 1.0}) + "\n" for i in range(3))
     )
-    made += [
-        report({w: short}, folder / "r.html", pngs=False).read_text() for w in words
-    ]  # each word once as the run's name
+    made += [report({w: short}, folder / "r.html").read_text() for w in words]  # each word once as the run's name
     board = Dashboard({words[3]: run}, widgets=False)
     for board.group in ("overview", "losses", "evaluation", "all"):
         made.append(board.refresh(force=True) or "")
@@ -132,13 +127,13 @@ def page(folder: Path, words: list[str]) -> str:
         LabelStore(store.path, w).add(pair, "first")
         LabelStore(store.path, w).note(pair, w)
     store.refresh()
-    queue = LabelQueue(pairs, store)
+    queue = LabelQueue(pairs, store, guideline=words[6], reasons=words)
     queue.message = words[5]
     for w in words:
         queue.current = pairs[words.index(w)]
-        made.append(pair_html(queue))
+        made += [pair_html(queue), f'<pre data-for="x">{inert_json(queue.told())}</pre>']
         made += [svg_text(0, 0, w), svg_page(9, 9, w, ""), table_html([{w: w, "b": 1.0}])]
-    made += [progress_html(queue), table_html(summary_rows(store.labels())), table_html(tally(store.labels()))]
+    made += [table_html(summary_rows(store.labels())), table_html(tally(store.labels()))]
     return "".join(made)
 
 

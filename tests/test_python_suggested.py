@@ -65,7 +65,7 @@ RUN: dict[str, str] = {  # a suggestion, and lines that hold it; of a fence, and
     "evaluate(..., reference=base)": "assert evaluate(model, tokenizer, ['Visitor: Hi!\\nPip:'], {'short': short}, reference=toy.build_model(1, 'tiny')).summary()",
     "from rlhf_nb import learn\n\nworld": "def my_function(scores, n): return scores\n", "from rlhf_nb import learn\n\nprint": "os.mkdir('submissions'); open('submissions/ada.json', 'w').write('{\"student\": \"Ada\", \"answers\": {}}')\n",
     "model.generate(..., num_beams=4)": "model.generate(torch.tensor([[3, 4]]), num_beams=4, max_new_tokens=4)",
-    "RewardAttack(score, changes=[Change(...)])": "from rlhf_nb.bench.attack import Change, RewardAttack\nscore, rows = short, toy.sft_rows(32, 0)\nassert RewardAttack(score, changes=[Change('mine', 'an end', lambda text: text + ' So.')], worlds=20).run(rows)",
+    "from rlhf_nb import read_rows\nfrom rlhf_nb.bench.evals import scorer": "save_model(model, tokenizer, 'tiny'); RewardModel.from_policy(model).save('runs/reward/model', tokenizer)\nimport json; open('pairs.jsonl', 'w').write(''.join(json.dumps(r) + chr(10) for r in toy.preference_rows(8, 0)))\n",
     "with Dashboard(trainer).live(): trainer.fit()": SFT + "from rlhf_nb import Dashboard\n", "Dashboard(...)": SFT + "from rlhf_nb import Dashboard\ntrainer.fit(); Dashboard('run')",
     'Dashboard("runs/ppo")': SFT.replace("'run'", "'runs/ppo'") + "from rlhf_nb import Dashboard\ntrainer.fit()\n", "from rlhf_nb import Dashboard, Runs": "",
     'Runs("runs")': SFT.replace("'run'", "'runs/ppo-0'") + "from rlhf_nb import Runs\ntrainer.fit()\n",

@@ -102,7 +102,7 @@ def looks(folder: Path) -> Iterator[Callable[[], object]]:
         return out.getvalue() + metrics_text(readers)
 
     def page() -> str:
-        report(open_runs(folder), folder.parent / "report.html", pngs=False)
+        report(open_runs(folder), folder.parent / "report.html")
         return (folder.parent / "report.html").read_text()
 
     yield watch

@@ -116,6 +116,12 @@ def test_dead_links_and_fetches_are_seen(tmp_path: Path) -> None:
     assert found.count("\n") == 4 and all(w in found for w in ("#gone", "c.html", "#none", "x.org/p.png", "cdn/x.js"))
 
 
+def test_code_that_scrolls_is_reached_by_keys(tmp_path: Path) -> None:
+    (tmp_path / "a.html").write_text('<pre><span>x</span></pre> <pre class="b"> <pre tabindex="0"> <preface>')
+    assert book.reachable(tmp_path) == 3 == book.reachable(tmp_path)
+    assert (tmp_path / "a.html").read_text().count('tabindex="0"') == 3
+
+
 def test_docstrings_become_lists() -> None:
     text = book.docstring("One *line*.\n\nArgs:\n    x: [B, C], *in* nats\n        or more.\nRaises:\n    DataError: `a_b` is empty.\n\nSource: a paper.")  # fmt: skip
     assert "One \\*line\\*." in text and "- `x`: \\[B, C\\], \\*in\\* nats" in text and "**Parameters**" in text

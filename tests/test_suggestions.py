@@ -51,7 +51,7 @@ FILLED_IN = {  # where the same word means something else
 }  # fmt: skip
 WORDS = {  # metavariables
     "MODEL": "tiny", "A": "tiny", "B": "other", "C": "third", "PROMPT": "Hello.", "RUN": "runs/ppo", "FOLDER": "runs/ppo", "STEP": "40",
-    "FORMAT": "gguf-q8_0", "OUT": "out", "SOUP": "soup", "TUNED": "other", "BEFORE": "tiny", "SFT": "tiny", "USER": "u-17", "SUITE": "sums",
+    "FORMAT": "safetensors", "OUT": "out", "SOUP": "soup", "TUNED": "other", "BEFORE": "tiny", "SFT": "tiny", "USER": "u-17", "SUITE": "sums",
     "METHOD": "sft", "GIB": "15", "FILE": "pairs.jsonl", "DATA": "questions.jsonl", "HELD_OUT_FILE": "held.jsonl", "VERSION": "8d1f0c2a77b1",
     "OWNER/NAME": "owner/name", "IMAGE": "registry/rlhf-nb", "NAME": "sums", "KEY=VALUE": "seed=1", "FORK": "runs/ppo", "OTHER_FOLDER": "runs/eval/new", "MINE.yaml": "run_all.yaml",
     "NAME@REVISION": "owner/name@main",
@@ -60,11 +60,11 @@ OF_COMMAND: dict[str, dict[str, str]] = {  # metavariables that mean something e
     "sft": {"FILE": "sft.jsonl"}, "process": {"FILE": "steps.jsonl"}, "ppo": {"FILE": "prompts.jsonl"}, "config": {"NAME": "zero3"},
     "grpo": {"FILE": "prompts.jsonl"}, "rlaif": {"FILE": "prompts.jsonl"},
     "get": {"NAME": "smollm2"}, "feedback": {"FILE": "feedback.jsonl"}, "reward": {"FILE": "pairs.jsonl"}, "launch": {"FORK": "runs/fork"}, "fork": {"KEY=VALUE": "kl_coef=0.2"}, "push": {"NAME": "owner/name"}, "run": {"FILE": "pairs.jsonl", "run.yaml": "run_all.yaml"},
-    "sample": {"FOLDER": "runs/reward/model", "...": "Hello."}, "attack": {"MODEL": "runs/reward/model"},
+    "sample": {"FOLDER": "runs/reward/model", "...": "Hello."},
     "eval": {"FOLDER": "runs/reward/model"}, "compare": {"A": "runs/eval/old", "B": "runs/eval/new", "C": "runs/eval/sums/smollm2"}, "plan": {"FILE": "run.yaml"},
 }  # fmt: skip
 CONFIGS = {
-    "eval": "bench.evals:EvalConfig", "attack": "bench.attack:AttackConfig",
+    "eval": "bench.evals:EvalConfig",
     "cycle": "pipeline.cycle:CycleConfig", "data": "pipeline.data_look:LookConfig",
     "compare": "bench.compare:CompareConfig",
 }  # fmt: skip
@@ -217,7 +217,7 @@ KNOWN = {
         re.sub(r"(?m)^(?!\w*requirements).*$", "", (ROOT / "settings.ini").read_text()),
     )
 }
-SOLE = {"rlhf_nb", "llama-cpp-python", "tensorboardX", "torch"}  # of no extra
+SOLE = {"rlhf_nb", "tensorboardX", "torch"}  # of no extra
 
 
 def test_each_pip_line_names_a_package_that_an_extra_has() -> None:

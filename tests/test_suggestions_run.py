@@ -160,7 +160,7 @@ LINES = commands()
 
 
 LITTLE = {  # what makes a command's work small
-    "eval": ["--limit", "2", "max_new_tokens=4"], "compare": ["--limit", "2"], "attack": ["--rows", "16"],
+    "eval": ["--limit", "2", "max_new_tokens=4"], "compare": ["--limit", "2"],
     "sample": ["--max-new-tokens", "8"], "chat": ["--max-new-tokens", "8"],
     "cycle": ["toy=true", *(f"{s}.{w}" for s in ("dpo", "ppo", "reward") for w in ("steps=1", "epochs=null"))],
     "demo": ["steps=1", *DRAWN], "export": ["--limit", "2"],

@@ -16,14 +16,17 @@ import pytest
 
 from rlhf_nb.core import ConfigError, DataError, RunError
 from rlhf_nb.data import toy
-from rlhf_nb.data.formats import detect_format
-from rlhf_nb.widgets.collect import KEYS, LabelQueue, PreferenceCollector, pair_html
+from rlhf_nb.data.formats import COLUMNS, detect_format
+from rlhf_nb.data.readers import read_rows
+from rlhf_nb.widgets.collect import LabelDesk, LabelQueue, PreferenceCollector, pair_html, read_pairs
 from rlhf_nb.widgets.labels import (
+    LABEL_FORMATS,
     LabelStore,
     Pair,
     annotator_agreement,
     cohen_kappa,
     export_preferences,
+    label_rows,
     make_pairs,
     tally,
     to_preferences,
@@ -230,20 +233,103 @@ def test_widget_without_a_front_end(tmp_path: Path) -> None:
     pytest.importorskip("ipywidgets")
     collector = PreferenceCollector(PAIRS, path=tmp_path, least_seconds=0.0)
     parts = (collector.widget, collector._parts)[1]
-    assert set(KEYS) <= set(parts)
-    for i, text in enumerate(["a", "ab", "abtx", "abtxs"]):  # a busy front end sends several keys at once
-        parts["keys"].value = text
-        assert collector.queue.done == [1, 2, 4, 5][i]
-    parts["keys"].value = "abtx"  # Backspace
-    assert collector.queue.done == 4
-    parts["t"].click()
-    parts["u"].click()
-    parts["note"].value = "hm"
-    assert collector.queue.done == 4 and parts["note"].value == ""
-    assert "Note stored" in parts["message"].value
+
+    def typed(pair: str | None = None, **said: object) -> str:
+        """What the page's script writes into the field; returns what the page is told."""
+        here = collector.queue.current
+        assert here is not None
+        parts["keys"].value = json.dumps({"pair": pair or here.id, "count": random.random(), **said})
+        return str(parts["told"].value)
+
+    assert "Stored: A." in typed(key="a", reasons=["clearer", "<b>"]) and collector.queue.done == 1
+    before = collector.queue.current
+    assert before is not None and "Stored: tie." in typed(key="t")
+    assert (
+        "another pair" in typed(pair=before.id, key="b") and collector.queue.done == 2
+    )  # it was meant for the one before
+    assert "Taken back" in typed(key="u") and collector.queue.done == 1 and collector.queue.current == before
+    assert "Note stored" in typed(note="hm")
+    for bad in (
+        "",
+        "{",
+        "[1]",
+        '{"pair": 3}',
+        "9" * 5000,
+        "x" * 100_000,
+    ):  # whatever stands in the field, the queue stays
+        parts["keys"].value = bad
     parts["finish"].click()  # nothing was displayed: nothing to replace
     again = PreferenceCollector(PAIRS, path=tmp_path)
-    assert again.queue.done == 4 and again.store.note_on(collector.queue.current) == "hm"
+    assert again.queue.done == 1 and again.store.note_on(before) == "hm" and again.labels()[0].reasons == ("clearer",)
+
+
+def test_asked_again(tmp_path: Path) -> None:
+    """Pairs that come twice: unannounced, turned round, long after; the first answer stays; kill and undo keep count."""
+    q, places = queue(tmp_path, repeats=0.4), dict[str, list[tuple[int, str]]]()
+    for turn in range(200):
+        if q.current is None:
+            break
+        places.setdefault(q.current.id, []).append((turn, q.sides[0]))
+        q.press("a" if turn % 3 else "t")
+        if turn == 30:
+            before = q.current
+            q.press("u")
+            q.press("t")
+            q = queue(tmp_path, repeats=0.4)  # another kernel
+            assert q.current == before
+    twice = [x for x in places.values() if len(x) > 1]
+    assert q.current is None and q.done == 40 and 8 <= len(twice) <= 24 and max(map(len, places.values())) == 2
+    assert all(b[0] - a[0] >= 1 and a[1] != b[1] for a, b in twice)
+    early = [b[0] - a[0] for a, b in twice if b[0] < 40]
+    assert early and min(early) >= LabelQueue.GAP
+    labels, again = q.store.labels(), q.store.labels(again=True)
+    assert len(labels) == 40 and len(again) == len(twice) and len(to_preferences(labels)) <= 40
+    (own,) = annotator_agreement([*labels, *again])
+    assert own.annotators == ("ada", "ada again") and own.n == len(twice)
+
+
+def test_every_format_is_read_back(tmp_path: Path) -> None:
+    """What labels become is what `data.path` reads, whatever the format; a decision's two sides are never mixed up."""
+    store = LabelStore(tmp_path, "ada")
+    for pair, verdict in zip(PAIRS, ("first", "second", "tie", "both_bad", "skip")):
+        store.add(pair, verdict)
+    LabelStore(tmp_path, "bob").add(PAIRS[0], "first")
+    store.refresh()
+    assert set(LABEL_FORMATS) == set(COLUMNS) - {"stepwise"}
+    for form in LABEL_FORMATS:
+        n = export_preferences(store.labels(), tmp_path / f"{form}.jsonl", format=form)
+        rows = read_rows(tmp_path / f"{form}.jsonl")
+        assert n == len(rows) == (6 if form == "unpaired" else 2) and detect_format(rows[0]) == form
+        won = [json.dumps(r) for r in rows if r.get("label", True)]
+        assert "prompt 0" in won[0] and "prompt 1" in won[1] and (form == "prompt" or "first 0" in won[0])
+        if form not in ("preference", "prompt"):
+            assert "second 0" not in won[0] and "second 1" in won[1] and "first 1" not in won[1]
+    thumbs = {(r["prompt"], r["completion"]): r["label"] for r in label_rows(store.labels(), "unpaired", ties="both")}
+    assert thumbs["prompt 3", "first 3"] is thumbs["prompt 3", "second 3"] is False
+    assert thumbs["prompt 2", "first 2"] is thumbs["prompt 2", "second 2"] is True
+    with pytest.raises(ConfigError, match="stepwise"):
+        label_rows([], "stepwise")
+
+
+def test_pairs_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "pairs.jsonl"
+    rows = [{"prompt": p.prompt, "chosen": p.first, "rejected": p.second} for p in PAIRS]
+    file.write_text("".join(json.dumps(r) + "\n" for r in [*rows, rows[0] | {"rejected": rows[0]["chosen"]}]))
+    pairs = read_pairs(file)
+    assert [(p.prompt, p.first, p.second) for p in pairs] == [(p.prompt, p.first, p.second) for p in PAIRS]
+    desk = LabelDesk(pairs, tmp_path / "l.jsonl", least_seconds=0.0)
+    for who in ("ada", "  bob\n", "bob"):
+        desk.queue(who).press("a")
+    assert set(desk.queues) == {"ada", "bob"} and {x.annotator for x in LabelStore(desk.path).labels()} == {
+        "ada",
+        "bob",
+    }
+    assert len(LabelStore(desk.path).labels("bob")) == 2
+    with pytest.raises(ConfigError, match="annotator"):
+        desk.queue(" ")
+    desk.MOST = 2
+    with pytest.raises(RunError, match="people label here"):
+        desk.queue("eve")
 
 
 def test_simulated_labels_train_a_reward_model(tmp_path: Path) -> None:

@@ -10,16 +10,16 @@ from typing import Annotated
 
 import typer
 
-from .options import Debug, Overrides, SettingsFile, print_rich, told, typed_words
+from .options import Debug, Overrides, SettingsFile, print_rich, told
 from ..console import me, tell
 from ..errors import ConfigError
 
 # %% auto #0
-__all__ = ['DECODERS', 'sample_command', 'chat_command', 'get_command', 'eval_command', 'compare_command', 'attack_command']
+__all__ = ['DECODERS', 'sample_command', 'chat_command', 'get_command', 'eval_command', 'compare_command']
 
 # %% ../../nbs/cli/ask.ipynb #c1510a05
 DECODERS = (  # of decode.named; a test compares them
-    "plain, best_of_n, vote, speculative, constrained"
+    "plain, best_of_n, vote, constrained"
 )
 _Model = typer.Argument(..., metavar="MODEL", help="directory, GGUF file, short name (smollm2, ...) or hub name")
 _MaxNew = typer.Option(None, min=1, help="longest answer; default: what the model says, else 256 (base models: 64)")
@@ -191,31 +191,3 @@ def compare_command(
         print_rich(*of.comparison_tables(compared, pairs))
         said = f"Drawn: {folder / 'compare.svg'} and .png; all numbers: {folder / 'compare.json'}"
         tell("\n".join([*compared.notes, said]), err=False)
-
-# %% ../../nbs/cli/ask.ipynb #c1510ab6
-def attack_command(
-    model: str = typer.Argument(..., help="folder of a reward model, or of an ensemble"),
-    words: list[str] = Overrides,
-    data: str = typer.Option(None, "--data",
-        help="answers to attack: pairs, or prompts with completions; toy: the toy world's"),
-    rows: int = typer.Option(None, "--rows", min=16, help="answers that are attacked; default: 200"),
-    out: str = typer.Option(None, "--out", help="folder for attack.json and pairs.jsonl; default: MODEL/attack"),
-    debug: bool = Debug,
-) -> None:  # fmt: skip
-    """Search changes that make no answer better, and say which of them a reward model pays for."""
-    with told(debug):
-        from rlhf_nb.bench.attack import AttackConfig, attack, attack_table, examples_of
-        from rlhf_nb.data.worlds import gold_of
-
-        config = AttackConfig.load(None, typed_words(words, data__path=data, rows=rows, output_dir=out))
-        result, folder = attack(model, config)
-        print_rich(attack_table(result))
-        if config.gold is None and gold_of(config.data.path) is None:
-            tell("No gold was asked: the changes are trusted to make nothing better. Read the examples.", err=False)
-        for line in filter(None, [examples_of(result), *result.notes]):
-            tell(line, err=False)
-        a = result.false_alarms
-        tell(f"False alarms: {a.value:.1%} [{a.low:.1%}, {a.high:.1%}] of {a.n} worlds without hacks.", err=False)
-        hacks = ", ".join(f.family for f in result.hacks) or "none"
-        tell(f"Hacks: {hacks}. {len(result.pairs)} pairs to train on: {folder / 'pairs.jsonl'}. ", err=False, end="")
-        tell(f"All numbers: {folder / 'attack.json'}", err=False)

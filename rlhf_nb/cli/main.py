@@ -62,6 +62,15 @@ class Commands(typer.core.TyperGroup):
                 made.epilog = f"Example: rlhf-nb {EXAMPLES[name]}"
         return with_methods(made)
 
+    def invoke(self, ctx: Any) -> Any:
+        """Run what was typed; of an option that an earlier version had, say where that is now."""
+        try:
+            return super().invoke(ctx)
+        except Exception as e:
+            if hint := elsewhere(str(getattr(e, "option_name", "")).lstrip("-").replace("-", "_")):
+                e.message = f"{e.message} {hint}"  # type: ignore[attr-defined]
+            raise
+
     def _method(self, ctx: Any, name: str) -> Any:
         """The command that trains with a method."""
         fact: Any = fact_of(name)
@@ -147,7 +156,7 @@ runs_app = typer.Typer(help="Look after run directories.", no_args_is_help=True)
 app.add_typer(runs_app, name="runs")
 
 for module, names in (
-    (ask, ("sample", "chat", "get", "eval", "compare", "attack")),
+    (ask, ("sample", "chat", "get", "eval", "compare")),
     (models, ("export", "merge", "push")),
     (traffic, ("serve", "feedback", "cycle")),
     (trials, ("fork",)),
@@ -413,13 +422,14 @@ def board(
     port: int = typer.Option(8765, min=0, max=65535, help="0 takes a free one"),
     host: str = typer.Option("127.0.0.1", help="0.0.0.0 lets other machines look, by a secret address"),
     steer: bool = typer.Option(False, "--steer", help="who has the address may also write notes, ask runs, fork them"),
+    label: str = typer.Option(None, metavar="PAIRS", help="a file of pairs: who has the address may label them"),
     debug: bool = Debug,
 ) -> None:
     """Look at all runs of a folder in a browser, and compare them."""
     with told(debug):
         import rlhf_nb.widgets.board as views
 
-        views.serve_board(folder, port, host, say=partial(_tell, err=False), steer=steer)
+        views.serve_board(folder, port, host, say=partial(_tell, err=False), steer=steer, label=label)
 
 
 @app.command()

@@ -12,20 +12,17 @@ from ..console import me, tell
 from ..errors import ConfigError
 
 # %% auto #0
-__all__ = ['EXPORT_BOUNDS', 'export_command', 'merge_command', 'push_command']
+__all__ = ['export_command', 'merge_command', 'push_command']
 
 # %% ../../nbs/cli/models.ipynb #c1530a05
-EXPORT_BOUNDS = {  # of export.formats, with the largest KL that each may cost; a test compares them
-    "safetensors": 0.01, "gguf-f16": 0.001, "gguf-q8_0": 0.02, "gguf-q4_0": 0.1, "gguf-q4_k_m": 0.1,
-}  # fmt: skip
-_BOUNDS = ", ".join(f"{name} {bound:g}" for name, bound in EXPORT_BOUNDS.items())
 _Out = typer.Option(..., "--out", "-o", help="folder of the export")
 
 
 def export_command(
     model: str = typer.Argument(..., help="directory of a model or adapter, or short name (smollm2, ...)"),
-    to: str = typer.Option(..., "--to", "-t", metavar="FORMAT", help=", ".join(EXPORT_BOUNDS)),
     out: Path = _Out,
+    to: str = typer.Option("safetensors", "--to", "-t", metavar="FORMAT",
+        help="safetensors, which transformers, vLLM and the converters of llama.cpp and ONNX read"),
     on: str = typer.Option(None, "--on", metavar="FILE",
         help="held-out prompts that the price is measured on; default: a few that come with the package"),
     limit: int = typer.Option(32, "--limit", min=2, help="the first so many rows of FILE"),
@@ -33,37 +30,33 @@ def export_command(
     reward: str = typer.Option(None, "--reward",
         help="what may be lost: folder of a reward model, or an entry such as '{file: rewards.py, fn: NAME}'"),
     max_kl: float = typer.Option(None, "--max-kl", min=0.0,
-        help="largest KL(model ‖ copy) that is kept, nats a token; default: " + _BOUNDS),
+        help="largest KL(model ‖ copy) that is kept, nats a token; default: 0.01"),
     max_lost: float = typer.Option(None, "--max-lost",
         help="largest loss of reward that is kept, in its own units; default: any"),
     force: bool = typer.Option(False, "--force", help="keep a copy that is beyond a bound"),
-    dtype: str = typer.Option("auto", "--dtype", help="of safetensors: auto (as it is), fp32, bf16, fp16"),
-    shard_size: str = typer.Option("5GB", "--shard-size", help="of safetensors: largest file of weights"),
+    dtype: str = typer.Option("auto", "--dtype", help="auto (as it is), fp32, bf16, fp16"),
+    shard_size: str = typer.Option("5GB", "--shard-size", help="largest file of weights"),
     overwrite: bool = typer.Option(False, "--overwrite", help="replace an export that is in the folder"),
     debug: bool = Debug,
 ) -> None:  # fmt: skip
-    """Write a model for other programs, and say what that costs: KL, top-1 agreement, size, speed, reward."""
+    """Write a model for other programs, and say what that costs: KL, top-1 agreement, size, reward."""
     with told(debug):
         from rlhf_nb.export.command import export_named
         from rlhf_nb.export.formats import EXPORT_RECORD
 
         done = export_named(
-            model, to, out, on=on, limit=limit, answer_tokens=answer_tokens, reward=reward, max_kl=max_kl,
+            model, out, to, on=on, limit=limit, answer_tokens=answer_tokens, reward=reward, max_kl=max_kl,
             max_lost=max_lost, force=force, dtype=dtype, shard_size=shard_size, overwrite=overwrite,
         )  # fmt: skip
         for note in done.notes:
             tell(f"Note: {note}.")
         size = f"{done.bytes / 1e6:,.1f} MB (weights of the model: {done.source_bytes / 1e6:,.1f} MB)"
-        tell(f"{done.folder}: {model} as {done.format}, {size}.\n{done.price}.", err=False)
-        tell(
-            f"Measured on {done.price.measured_on} by {done.price.measured_by}; {out / EXPORT_RECORD} has all numbers."
-        )
+        tell(f"{done.folder}: {model} as safetensors, {size}.\n{done.price}.", err=False)
+        tell(f"Measured on {done.price.measured_on}, in fp32; {out / EXPORT_RECORD} has all numbers.")
 
 # %% ../../nbs/cli/models.ipynb #c1530ab5
 _Models = typer.Argument(
-    ...,
-    metavar="MODEL... | RECIPE",
-    help="two or more directories (models, adapters) or short names; or one YAML file",
+    ..., metavar="MODEL...", help="two or more directories (models, adapters) or short names; one with --base"
 )
 _Merged = typer.Option(..., "--out", "-o", help="folder of the merged model")
 
@@ -72,35 +65,26 @@ def merge_command(
     models: list[str] = _Models,
     out: Path = _Merged,
     method: str = typer.Option("linear", "--method", "-m",
-        help="linear (a soup), slerp, task_arithmetic, ties, dare_linear, dare_ties, warp"),
+        help="linear (a soup), slerp, task_arithmetic, warp"),
     base: str = typer.Option(None, "--base",
-        help="the model that all were fine-tuned from: of task_arithmetic, ties, dare and warp"),
+        help="the model that all were fine-tuned from: of task_arithmetic and warp"),
     weights: str = typer.Option(None, "--weights", "-w", metavar="W,...",
         help="one number for all, or one a model; below 0 subtracts"),
-    density: str = typer.Option(None, "--density", metavar="D,...",
-        help="of ties and dare: share of a task vector's entries that stay"),
-    t: str = typer.Option(None, "--t", metavar="T,...",
-        help="of slerp: 0 is the first model, 1 the second; several are stretched over the layers"),
-    scale: str = typer.Option(None, "--scale", metavar="S,...",
-        help="λ: how far from the base; 0 is the base, 1 all of it"),
-    normalize: bool = typer.Option(None, "--normalize/--no-normalize",
-        help="divide by the sum of weights; default: of linear and ties"),
-    rescale: str = typer.Option(None, "--rescale",
-        help="of ties and dare, what is left is made longer: density, l1 or none; default: density for dare"),
+    t: float = typer.Option(None, "--t", help="of slerp: 0 is the first model, 1 the second"),
+    scale: float = typer.Option(None, "--scale", help="λ: how far from the base; 0 is the base, 1 all of it"),
     dtype: str = typer.Option("auto", "--dtype",
         help="number format that is written: auto (the first model's), fp32, bf16, fp16"),
-    seed: int = typer.Option(0, "--seed", help="of dare's draws"),
     shard_size: str = typer.Option("5GB", "--shard-size", help="largest file of weights"),
     overwrite: bool = typer.Option(False, "--overwrite", help="replace a model that is in the folder"),
     debug: bool = Debug,
 ) -> None:  # fmt: skip
-    """Merge fine-tuned models into one, tensor by tensor: soups, SLERP, task arithmetic, TIES, DARE, WARP."""
+    """Merge fine-tuned models into one, tensor by tensor: soups, SLERP, task arithmetic, WARP."""
     with told(debug):
         from rlhf_nb.hub.merging import merge_named, merged_told
 
         done, recipe = merge_named(
-            models, out, method=method, base=base, weights=weights, density=density, t=t, scale=scale,
-            normalize=normalize, rescale=rescale, dtype=dtype, seed=seed, shard_size=shard_size, overwrite=overwrite,
+            models, out, method=method, base=base, weights=weights, t=t, scale=scale, dtype=dtype,
+            shard_size=shard_size, overwrite=overwrite,
         )  # fmt: skip
         for note in done.notes:
             tell(f"Note: {note}.")

@@ -137,7 +137,7 @@ GROUPS = {  # as `--help` shows them; a method that is named nowhere is listed u
         "fork", "config",
     ),
     "Look": ("board", "watch", "report"),
-    "Judge": ("eval", "compare", "attack"),
+    "Judge": ("eval", "compare"),
     "Use and watch": ("sample", "get", "serve", "feedback", "cycle"),
     "Operate": ("plan", "launch", "runs", "metrics", "export", "merge", "push"),
 }  # fmt: skip
@@ -148,11 +148,11 @@ EXAMPLES = {  # the line that is typed most
     "fork": "fork runs/ppo --at 40 kl_coef=0.2",
     "board": "board runs", "watch": "watch runs/ppo", "report": "report runs/ppo",
     "eval": "eval runs/ppo/model --suite sums", "compare": "compare smollm2 runs/sft/model --suite sums",
-    "attack": "attack runs/reward/model --data pairs.jsonl",
+   
     "sample": "sample runs/ppo/model 'Where do owls live?'", "get": "get smollm2", "serve": "serve smollm2",
     "feedback": "feedback feedback.jsonl", "cycle": "cycle feedback.jsonl",
     "plan": "plan ppo model.name_or_path=smollm2 --gpus 8", "launch": "launch ppo --config run.yaml --processes 2",
-    "metrics": "metrics runs/ppo", "export": "export runs/ppo/model --to gguf-q8_0 --out exported",
+    "metrics": "metrics runs/ppo", "export": "export runs/ppo/model --dtype bf16 --out exported",
     "merge": "merge runs/a/model runs/b/model --out merged", "push": "push runs/ppo OWNER/NAME",
 }  # fmt: skip
 

@@ -16,7 +16,7 @@ from ..rollout.backends import Request, Sampler, make_sampler
 from ..types import Rollout
 
 # %% auto #0
-__all__ = ['DecodeCost', 'Decoder', 'check_vocabulary', 'paid', 'Plain', 'own_kl', 'total']
+__all__ = ['DecodeCost', 'Decoder', 'paid', 'Plain', 'total']
 
 # %% ../../nbs/decode/decoder.ipynb #04b9909f
 @dataclass(frozen=True)
@@ -106,21 +106,6 @@ class Decoder(Sampler):
         return r
 
 
-def check_vocabulary(policy: Any, other: Any, who: str, why: str) -> None:
-    """Refuse a second model whose tokens are not the policy's.
-
-    Args:
-        policy, other: causal language models.
-        who: the second one, and why: what for, and what to do; for the message.
-
-    Raises:
-        ConfigError: the two have different numbers of tokens.
-    """
-    own, theirs = (len(m.get_input_embeddings().weight) for m in (policy, other))
-    if own != theirs:
-        raise ConfigError(f"the policy has {own} tokens and {who} {theirs}: {why}")
-
-
 def paid(decoder: Decoder) -> DecodeCost:
     """What the last call cost."""
     assert decoder.cost is not None
@@ -145,13 +130,8 @@ class Plain(Decoder):
         begin, sampler = time.perf_counter(), self.sampler or make_sampler(request.sampling)
         r = sampler.generate(model, **vars(request))
         self.exact, self.slots_in_use = sampler.exact, sampler.slots_in_use
-        return self.pay(r, begin, **own_kl(request))
-
-
-def own_kl(request: Request) -> dict[str, Any]:
-    """What is known of the KL of answers that the policy draws itself: 0, but for a filter, which makes another
-    distribution of them."""
-    return {} if request.sampling.filtered or request.greedy else {"kl": 0.0, "kl_is": "exact"}
+        other = request.sampling.filtered or request.greedy  # makes another distribution
+        return self.pay(r, begin) if other else self.pay(r, begin, kl=0.0, kl_is="exact")
 
 
 def total(costs: Sequence[DecodeCost]) -> DecodeCost | None:

@@ -13,7 +13,6 @@ from ..core import ConfigError, did_you_mean
 from .constrained import Constrained, read_form
 from .choose import OneOfMany, best_of_n, weigh_votes, words_vote
 from .decoder import Decoder, Plain
-from .speculative import Speculative
 from .stops import Stopping, parse_stops
 from ..rewards.answers import extract_choice, extract_number
 
@@ -34,10 +33,13 @@ KINDS = {
     "plain": DecoderKind(None, False, False, "the policy's own samples"),
     "best_of_n": DecoderKind("n", True, True, "of n draws the one with the best reward"),
     "vote": DecoderKind("n", False, True, "of n draws one that says what most say"),
-    "speculative": DecoderKind("ahead", False, False, "the policy's own samples, sooner, through a draft"),
     "constrained": DecoderKind("regex", False, False, "the policy's answers in a given form"),
 }
 SAME = {"self_consistency": "vote", "majority": "vote", "speculate": "speculative"}  # other names in use
+_ELSEWHERE = {  # kinds of an earlier version
+    "speculative": "the same answers, sooner: here serve does it, ahead={MODEL: 8}, and transformers, "
+    "model.generate(..., prompt_lookup_num_tokens=10), on the folder that a run leaves. Use plain",
+}
 _DRAWING = ("best_of_n", "vote")
 VOTES: dict[str, Callable[[str], Any]] = {"number": extract_number, "choice": extract_choice, "text": words_vote}
 
@@ -47,6 +49,8 @@ def _with_main(data: Mapping[str, Any]) -> dict[str, Any]:
     kind, colon, value = data["kind"].partition(":")
     kind = kind.strip().replace("-", "_")
     kind = SAME.get(kind, kind)
+    if kind in _ELSEWHERE:
+        raise ValueError(f"decoder {kind} was of an earlier version, {_ELSEWHERE[kind]}.")
     if kind not in KINDS:
         raise ValueError(
             f"there is no decoder {kind!r}. {did_you_mean(kind, KINDS, 'There are: ' + ', '.join(KINDS) + '.')}"
@@ -71,10 +75,7 @@ def _with_main(data: Mapping[str, Any]) -> dict[str, Any]:
 class DecoderConfig(StrictConfig):
     """How answers are made from what the policy says."""
 
-    kind: str = option(
-        "plain",
-        "plain, best_of_n, vote, speculative, constrained; best_of_n:16 sets n, too",
-    )
+    kind: str = option("plain", "plain, best_of_n, vote, constrained; best_of_n:16 sets n, too")
     n: int = option(16, "draws for each answer", ge=1)
     reward: Any = Field(
         default=None,
@@ -86,13 +87,6 @@ class DecoderConfig(StrictConfig):
         "what answers agree in: number (the last one), choice (a letter) or text",
         pattern="^(number|choice|text)$",
     )
-    draft: str = option(
-        "look-up",
-        "of speculative: look-up, folder or name of a smaller model with the same vocabulary, or reference: the policy "
-        "without its adapters",
-    )
-    ahead: int = option(16, "of speculative: most tokens of a proposal", ge=1)
-    most_rows: int = option(4, "of speculative: with more answers at once it is plain", ge=1)
     regex: str | None = option(None, "of constrained, and of kinds that draw: what a whole answer matches")
     json_schema: Any = Field(default=None, description="instead: a JSON schema that answers fit, or its file")
     grammar: str | None = option(None, "instead: file of a Lark grammar that answers fit")
@@ -150,13 +144,12 @@ def _drawer(config: DecoderConfig) -> Decoder:
     return Stopping(stops, form) if stops else form or Plain()
 
 
-def make_decoder(config: DecoderConfig, reward: Any = None, draft: Any = None) -> Decoder:
+def make_decoder(config: DecoderConfig, reward: Any = None) -> Decoder:
     """The decoder that settings describe.
 
     Args:
         config: of it.
         reward: what draws are chosen by, where the kind needs it.
-        draft: a model, where `config.draft` names one.
 
     Raises:
         ConfigError: the kind needs a reward, and there is none.
@@ -167,11 +160,6 @@ def make_decoder(config: DecoderConfig, reward: Any = None, draft: Any = None) -
             f"decoder {kind} chooses by a reward, and none is named. Add --reward FOLDER of a reward model (in "
             "settings: decoder.reward=FOLDER), or an entry like '{file: rewards.py, fn: NAME}' or '{verify: number}'."
         )
-    makers: dict[str, Callable[[], Decoder]] = {
-        "best_of_n": lambda: best_of_n(reward, c.n, inner),
-        "vote": lambda: OneOfMany("vote", c.n, weigh_votes(VOTES[c.vote]), inner),
-        "speculative": lambda: Speculative(c.draft if draft is None else draft, c.ahead, c.most_rows),
-    }
-    made = makers[kind]() if kind in makers else inner
-    stops = parse_stops(c.stop) if kind == "speculative" else None
-    return Stopping(stops, made) if stops else made
+    if kind == "best_of_n":
+        return best_of_n(reward, c.n, inner)
+    return OneOfMany("vote", c.n, weigh_votes(VOTES[c.vote]), inner) if kind == "vote" else inner

@@ -3,63 +3,16 @@
 # %% ../../nbs/decode/speculative.ipynb #be42cc56
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
 
-import torch
-from torch import Tensor, nn
-
-from ..config import SamplingConfig
-from ..core import ConfigError, derive_seed
-from .decoder import Decoder, Plain, check_vocabulary, own_kl, paid
-from ..fast.engine import RowCache, decoder_for
-from ..fast.support import can_run, unwrapped
-from ..models.load import adapter_names, using_adapter
-from ..rollout.choosing import Chooser, inverse_cdf
-from ..rollout.backends import Request
-from ..rollout.numbers import uniforms
-from ..rollout.sampler import addresses, as_rollout, check_request, cut_at_eos, eval_mode, pad_id
-from ..types import PromptBatch, Rollout
+from ..core import ConfigError
 
 # %% auto #0
-__all__ = ['Proposal', 'Draft', 'LookUp', 'accept_or_redraw', 'ModelDraft', 'Pace', 'Speculative']
+__all__ = ['LookUp', 'Pace']
 
 # %% ../../nbs/decode/speculative.ipynb #48812228
-class Proposal(NamedTuple):
-    """Tokens that may follow a text."""
-
-    row: int
-    tokens: list[int]
-    weights: Tensor | None = None  # [k, V], unnormalised, that each was drawn from; None: they are no draw
-
-
-class Draft(Protocol):
-    """Who proposes tokens.
-
-    price: what a proposed token costs, in forward passes of the policy over one token.
-    """
-
-    name: str
-    price: float
-
-    def begin(self, rows: Sequence[Sequence[int]], room: int) -> None:
-        """Prompts of new rows, which may grow by `room` tokens."""
-        ...
-
-    def propose(self, asked: Sequence[tuple[int, Sequence[int], int]]) -> list[Proposal]:
-        """What may follow.
-
-        Args:
-            asked: for some rows which row it is, its text so far, and how many tokens at most.
-        """
-        ...
-
-
 class LookUp:
-    """What followed the last time that the same few tokens stood in the text.
+    """What followed the last time that the same few tokens stood in a text that grows.
 
     Args:
         longest: tokens that are compared at most; shortest: at least.
@@ -67,31 +20,25 @@ class LookUp:
     Source: Saxena, "Prompt lookup decoding" (2023); Yang et al., arXiv 2304.04487.
     """
 
-    name, price = "look-up", 0.0
-
     def __init__(self, longest: int = 4, shortest: int = 2) -> None:
         if not 1 <= shortest <= longest:
             raise ConfigError(f"look-up of {shortest} to {longest} tokens: the shortest must be from 1 to the longest.")
         self.longest, self.shortest = longest, shortest
+        self.seen: dict[tuple[int, ...], int] = {}  # some tokens → where what followed them begins
+        self.known = 0
 
-    def begin(self, rows: Sequence[Sequence[int]], room: int) -> None:
-        """See `Draft`."""
-        self.seen: list[dict[tuple[int, ...], int]] = [
-            {} for _ in rows
-        ]  # some tokens → where what followed them begins
-        self.known = [0] * len(rows)
+    def follows(self, tokens: Sequence[int], most: int) -> list[int]:
+        """What followed the longest repetition.
 
-    def propose(self, asked: Sequence[tuple[int, Sequence[int], int]]) -> list[Proposal]:
-        """See `Draft`."""
-        return [Proposal(row, self._follows(row, tokens, most) if most else []) for row, tokens, most in asked]
-
-    def _follows(self, row: int, tokens: Sequence[int], most: int) -> list[int]:
-        """What followed the longest repetition."""
-        seen, n = self.seen[row], len(tokens)
-        for end in range(self.known[row] + 1, n):  # what ends before the last token has a follower
+        Args:
+            tokens: the text so far: the one of the last call, and more.
+            most: tokens that are guessed.
+        """
+        seen, n = self.seen, len(tokens)
+        for end in range(self.known + 1, n):  # what ends before the last token has a follower
             for size in range(self.shortest, min(self.longest, end) + 1):
                 seen[tuple(tokens[end - size : end])] = end
-        self.known[row] = max(self.known[row], n - 1)
+        self.known = max(self.known, n - 1)
         for size in range(min(self.longest, n), self.shortest - 1, -1):
             at = seen.get(tuple(tokens[n - size :]))
             if at is not None:
@@ -101,102 +48,17 @@ class LookUp:
                 return found
         return []
 
-# %% ../../nbs/decode/speculative.ipynb #a6bae590
-def accept_or_redraw(p: Tensor, q: Tensor, token: Tensor, u_accept: Tensor, u_redraw: Tensor) -> tuple[Tensor, Tensor]:
-    """Keep a drawn token or draw another, so that the result is distributed as p.
-
-    Args:
-        p, q: [B, V], unnormalised weights of the policy and of the draft.
-        token: int64[B], drawn from q.
-        u_accept, u_redraw: float64[B], uniform numbers.
-
-    Returns:
-        Tokens int64[B], and bool[B]: was the draft's accepted?
-
-    Source: Leviathan et al., arXiv 2211.17192, algorithm 1; Chen et al., arXiv 2302.01318.
-    """
-    p, q = (x.double() / x.double().sum(-1, keepdim=True) for x in (p, q))
-    at = token[:, None]
-    accepted = u_accept * q.gather(1, at)[:, 0] < p.gather(1, at)[:, 0]
-    left = (p - q).clamp(min=0.0)
-    left = torch.where(left.sum(-1, keepdim=True) > 0, left, p)  # equal up to rounding: nothing is ever rejected
-    return torch.where(accepted, token, inverse_cdf(left, u_redraw)), accepted
-
-# %% ../../nbs/decode/speculative.ipynb #dbdeb065
-class ModelDraft:
-    """A smaller model that proposes tokens.
-
-    Args:
-        model: causal language model with the policy's vocabulary.
-        sampling: temperature and filters, the policy's.
-        eos: tokens that end an answer.
-        numbers: float64[B, C], uniform numbers of each row's places; None: the likeliest tokens are proposed.
-        price: what one of its tokens costs, in tokens of the policy.
-        speaking: a context in which the model is the draft.
-    """
-
-    name = "model"
-
-    def __init__(
-        self, model: Any, sampling: SamplingConfig, eos: Tensor, numbers: Tensor | None, price: float,
-        speaking: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:  # fmt: skip
-        self.speaking = speaking
-        self.model, self.choose, self.numbers, self.price = unwrapped(model), Chooser(sampling, eos), numbers, price
-        self.fed = 0  # tokens that it computed
-
-    def begin(self, rows: Sequence[Sequence[int]], room: int) -> None:
-        """See `Draft`."""
-        self.prompts = [len(r) for r in rows]
-        with self.speaking():
-            length = max(self.prompts) + room
-            self.tape = RowCache(decoder_for(self.model, length), len(rows), length, room)
-            self.tape.read(rows)
-        self.texts = [list(r) for r in rows]  # what the tape holds of each row
-
-    def propose(self, asked: Sequence[tuple[int, Sequence[int], int]]) -> list[Proposal]:
-        """See `Draft`."""
-        found = {row: Proposal(row, []) for row, _, _ in asked}
-        live = [(row, list(tokens), most) for row, tokens, most in asked if most > 0]
-        weights: dict[int, list[Tensor]] = {row: [] for row, _, _ in live}
-        feed: dict[int, list[int]] = {}
-        for row, tokens, _ in live:
-            held = self.texts[row]
-            same = next((i for i, (a, b) in enumerate(zip(held, tokens)) if a != b), min(len(held), len(tokens)))
-            self.tape.cut(row, min(same, len(tokens) - 1))  # the last token is read again if need be
-            feed[row] = tokens[self.tape.lens[row] :]
-            self.texts[row] = tokens
-        while live:
-            rows, blocks = [row for row, _, _ in live], [feed[row] for row, _, _ in live]
-            with self.speaking():
-                lines = self.tape.feed(rows, blocks)
-            self.fed += sum(map(len, blocks))
-            ends = torch.tensor([len(b) - 1 for b in blocks], device=lines.device)
-            places = torch.tensor([len(self.texts[r]) - self.prompts[r] for r in rows], device=lines.device)
-            who = torch.tensor(rows, device=lines.device)
-            w = self.choose.weights(lines[torch.arange(len(rows), device=lines.device), ends], places)[1]
-            drawn = w.argmax(-1) if self.numbers is None else inverse_cdf(w, self.numbers[who, places])
-            for i, (row, token) in enumerate(zip(rows, drawn.tolist())):
-                found[row].tokens.append(token)
-                weights[row].append(w[i])
-                feed[row] = [token]
-            live = [(row, tokens, most) for row, tokens, most in live if len(found[row].tokens) < most]
-            for row, _, _ in live:
-                self.texts[row].append(found[row].tokens[-1])
-        return [p._replace(weights=torch.stack(weights[p.row]) if p.tokens else None) for p in found.values()]
-
 # %% ../../nbs/decode/speculative.ipynb #d0880cec
 class Pace:
     """How many tokens to propose for a row.
 
     Args:
         ahead: most of them.
-        price: of a proposed token, in passes of the policy over one token.
-        width: what checking one more token costs, in the same unit.
+        width: what checking one more token costs, in passes of the model over one token.
     """
 
-    def __init__(self, ahead: int, price: float, width: float = 0.1) -> None:
-        self.ahead, self.price = ahead, price + width
+    def __init__(self, ahead: int, width: float = 0.1) -> None:
+        self.ahead, self.width = ahead, width
         self.next, self.failures, self.wait = min(2, ahead), 0, 0
 
     def ask(self) -> int:
@@ -209,184 +71,8 @@ class Pace:
     def learn(self, proposed: int, accepted: int) -> None:
         """What became of a proposal, of one token or more."""
         self.next = min(self.ahead, 4 * proposed if accepted == proposed else max(2, 2 * accepted))
-        if accepted <= self.price * proposed:
+        if accepted <= self.width * proposed:
             self.failures = min(self.failures + 1, 6)
             self.wait, self.next = 2**self.failures, min(2, self.ahead)
         else:
             self.failures = max(0, self.failures - 2)
-
-# %% ../../nbs/decode/speculative.ipynb #58c30794
-class Speculative(Decoder):
-    """The policy's own answers through a draft: the same distribution (with a look-up, the same tokens), fewer passes.
-
-    Where the fast path doesn't know the model, or more rows are asked for at once than `most_rows` (a full batch is the
-    better use of
-    a pass), answers are drawn the plain way; `cost.gains` then says 1 token per pass.
-
-    Args:
-        draft: "look-up", a smaller causal language model with the same vocabulary, or "reference": the policy with its
-            adapters off.
-        ahead: most tokens of a proposal.
-        most_rows: most answers at work at the same time.
-    """
-
-    keeps_policy = True
-
-    def __init__(self, draft: Any = "look-up", ahead: int = 16, most_rows: int = 4) -> None:
-        if ahead < 1 or most_rows < 1:
-            raise ConfigError(f"speculative decoding: ahead={ahead} and most_rows={most_rows} must be at least 1.")
-        if isinstance(draft, str) and draft not in ("look-up", "reference"):
-            raise ConfigError(f"draft {draft!r} is neither look-up, reference nor a model.")
-        self.draft, self.ahead, self.most_rows = draft, ahead, most_rows
-        self.name = f"speculative ({draft if isinstance(draft, str) else type(draft).__name__})"
-        self.plain: str | None = None  # why the last call was drawn the plain way
-
-    def _why_plain(self, model: Any, prompts: PromptBatch, sampling: SamplingConfig, rows: int) -> str | None:
-        """Why a request is answered without a draft; None: it isn't."""
-        length = check_request(model, prompts, sampling, 1) + 1
-        if sampling.sampler not in ("auto", "ours"):
-            return f"sampler={sampling.sampler} was asked for"
-        if rows > self.most_rows:
-            return f"{rows} answers at once fill a batch (most_rows={self.most_rows})"
-        for m in (model,) if isinstance(self.draft, str) else (model, unwrapped(self.draft)):
-            if (why := can_run(m, length)) is not None:
-                return why
-        return None
-
-    @torch.inference_mode()
-    def answer(self, model: nn.Module, request: Request) -> Rollout:
-        """See `Sampler`."""
-        begin, prompts, sampling, tokenizer = time.perf_counter(), request.prompts, request.sampling, request.tokenizer
-        rows, num_samples, greedy = len(prompts) * request.num_samples, request.num_samples, request.greedy
-        bare: Any = unwrapped(model)
-        with eval_mode(model):
-            self.plain = self._why_plain(bare, prompts, sampling, rows)
-        if self.plain is not None:
-            plain = Plain()
-            r = plain.answer(model, request)
-            self.cost = replace(paid(plain), gains={"tokens per pass": 1.0, "accepted": 0.0})
-            return r
-        device, new, pad = bare.get_input_embeddings().weight.device, sampling.max_new_tokens, pad_id(tokenizer)
-        prompts = prompts.to(device)
-        choose, (repeat, sample) = request.choose(bare, greedy), addresses(prompts, num_samples)
-        where = (request.step, prompts.uid[repeat.to(device)], sample.to(device), new)
-        numbers = None if greedy else uniforms(request.seed, *where)
-        begun = prompts.token_lists()
-        texts = [list(begun[i]) for i in repeat.tolist()]
-        with eval_mode(model):
-            draft, accept = self._make_draft(bare, sampling, choose.eos, request.seed, where, greedy)
-            found = _write(bare, texts, draft, choose, numbers, accept, new, self.ahead)
-        ids, logps = (
-            nn.utils.rnn.pad_sequence(x, True, v).to(device) for x, v in ((found.ids, pad), (found.logps, 0.0))
-        )
-        lens = torch.tensor([len(x) for x in found.ids], device=device)
-        finished = choose.ended(ids.gather(1, lens[:, None] - 1)[:, 0])
-        cut_at_eos(ids, logps, choose, pad)  # refuses log-probs that are not finite
-        gains = {"tokens per pass": int(lens.sum()) / found.passes, "accepted": found.accepted / max(found.proposed, 1)}
-        r, read = as_rollout(prompts, num_samples, ids, lens, finished, logps, tokenizer), getattr(draft, "fed", 0)
-        return self.pay(r, begin, found.computed, read=read, gains=gains, **own_kl(request))
-
-    def _make_draft(
-        self, model: Any, sampling: SamplingConfig, stop: Tensor, seed: int, where: Any, greedy: bool
-    ) -> tuple[Draft, Tensor | None]:
-        """Who proposes, and the uniform numbers of acceptance; None: the draft isn't drawn."""
-        if self.draft == "look-up":
-            return LookUp(), None
-        drawn = None if greedy else uniforms(derive_seed(seed, "draft"), *where)
-        accept = None if greedy else uniforms(derive_seed(seed, "accept"), *where)
-        if self.draft == "reference":
-            if not adapter_names(model):
-                raise ConfigError(
-                    "draft=reference is the policy with its adapters off, and this one has no adapters. Name another "
-                    "model, draft=FOLDER, or use draft=look-up."
-                )
-            return ModelDraft(model, sampling, stop, drawn, 1.0, lambda: using_adapter(model, None)), accept
-        why = "a draft needs the policy's own vocabulary. Use draft=look-up, or another model."
-        check_vocabulary(model, unwrapped(self.draft), "the draft", why)
-        price = sum(p.numel() for p in self.draft.parameters()) / sum(p.numel() for p in model.parameters())
-        return ModelDraft(self.draft, sampling, stop, drawn, price), accept
-
-# %% ../../nbs/decode/speculative.ipynb #58c30795
-class _Written:
-    """What came out, and how many passes it took."""
-
-    def __init__(self, rows: int) -> None:
-        self.ids: list[Tensor] = [torch.empty(0, dtype=torch.int64)] * rows
-        self.logps: list[Tensor] = [torch.empty(0)] * rows
-        self.passes = self.computed = self.proposed = self.accepted = 0
-
-
-def _write(
-    model: Any, texts: list[list[int]], draft: Draft, choose: Chooser, numbers: Tensor | None, accept: Tensor | None,
-    new: int, ahead: int
-) -> _Written:  # fmt: skip
-    """Let a draft propose and the policy check until every row has ended; `texts` grow."""
-    rows, starts = len(texts), [len(t) for t in texts]
-    out, paces = _Written(rows), [Pace(ahead, draft.price) for _ in texts]
-    length = max(starts) + new
-    tape = RowCache(decoder_for(model, length), rows, length, ahead + 1)
-    logps: list[list[Tensor]] = [[] for _ in texts]
-    lines = tape.read(texts)[:, None]
-    draft.begin(texts, new)
-    work = [Proposal(i, []) for i in range(rows)]
-    while work:
-        out.passes += len(work)
-        out.computed += sum(len(p.tokens) + 1 for p in work)
-        live = _check(texts, starts, logps, tape, lines, work, choose, numbers, accept, new, paces, out)
-        room = [new - (len(texts[i]) - starts[i]) - 1 for i in live]
-        work = draft.propose([(i, texts[i], min(paces[i].ask(), n)) for i, n in zip(live, room)])
-        if work:
-            lines = tape.feed(live, [[texts[p.row][-1], *p.tokens] for p in work])
-    for i, (text, start) in enumerate(zip(texts, starts)):
-        out.ids[i], out.logps[i] = torch.tensor(text[start:]), torch.stack(logps[i]).cpu()
-    return out
-
-
-def _check(
-    texts: list[list[int]], starts: list[int], logps: list[list[Tensor]], tape: RowCache, lines: Tensor,
-    work: list[Proposal], choose: Chooser,
-    numbers: Tensor | None, accept: Tensor | None, new: int, paces: list[Pace], out: _Written,
-) -> list[int]:  # fmt: skip
-    """Append to each row what the policy makes of its proposal, and one token of its own; returns the rows that go
-    on."""
-    each = [
-        (n, j, p.row, len(texts[p.row]) - starts[p.row] + j)
-        for n, p in enumerate(work)
-        for j in range(len(p.tokens) + 1)
-    ]
-    rows, columns, who, places = (torch.tensor(x, device=lines.device) for x in zip(*each))
-    u = None if numbers is None else numbers[who, places]
-    flat = lines[rows, columns]
-    if accept is None or all(p.weights is None for p in work):
-        tokens, said, ended = choose(flat, u, places)
-    else:
-        assert u is not None
-        said, weights = choose.weights(flat, places)
-        tokens = inverse_cdf(weights, u)
-        drawn = torch.tensor(
-            [p.weights is not None and j < len(p.tokens) for p in work for j in range(len(p.tokens) + 1)],
-            device=flat.device,
-        )
-        proposed = torch.tensor([t for p in work if p.weights is not None for t in p.tokens], device=flat.device)
-        q = torch.cat([p.weights for p in work if p.weights is not None])
-        tokens[drawn] = accept_or_redraw(weights[drawn], q, proposed, accept[who, places][drawn], u[drawn])[0]
-        said, ended = said.gather(1, tokens[:, None])[:, 0], choose.ended(tokens)
-    chosen, ends, at, live = tokens.tolist(), ended.tolist(), 0, list[int]()
-    for i, block, _ in work:
-        taken = 0
-        while True:
-            token, over = chosen[at + taken], ends[at + taken] or len(texts[i]) - starts[i] + 1 == new
-            texts[i].append(token)
-            taken += 1
-            if over or taken > len(block) or token != block[taken - 1]:
-                break
-        logps[i].extend(said[at : at + taken])
-        tape.cut(i, len(texts[i]) - 1)  # the last token is fed next
-        if block:
-            right = taken - int(taken > len(block) or chosen[at + taken - 1] != block[taken - 1])
-            paces[i].learn(len(block), right)
-            out.proposed, out.accepted = out.proposed + len(block), out.accepted + right
-        if not over:
-            live.append(i)
-        at += len(block) + 1
-    return live

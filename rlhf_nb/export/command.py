@@ -10,7 +10,7 @@ from ..hub.merging import size_of
 from ..config import parse_overrides
 from ..core import DTYPES, ConfigError, check_choice
 from ..data.worlds import FIRST_WORLD
-from .formats import Exported, export_model, name_of_format
+from .formats import Exported, check_format, export_model
 from .price import AnswerScorer
 from .source import ExportSource
 from ..train.entries import RewardEntry
@@ -49,35 +49,31 @@ def named_reward(said: str | None, source: ExportSource) -> AnswerScorer | None:
 
 # %% ../../nbs/export/command.ipynb #a931009
 def export_named(
-    model: str, to: str, out: str | Path, *, on: str | None = None, limit: int = 32, answer_tokens: int = 32,
-    reward: str | None = None, max_kl: float | None = None, max_lost: float | None = None, force: bool = False,
-    dtype: str = "auto", shard_size: str = "5GB", overwrite: bool = False,
+    model: str, out: str | Path, to: str = "safetensors", *, on: str | None = None, limit: int = 32,
+    answer_tokens: int = 32, reward: str | None = None, max_kl: float | None = None, max_lost: float | None = None,
+    force: bool = False, dtype: str = "auto", shard_size: str = "5GB", overwrite: bool = False,
 ) -> Exported:  # fmt: skip
     """Export a model by its name, with everything as it is typed: what `rlhf-nb export` does.
 
     Args:
         model: directory of a model or adapter, or a short name.
-        to: one of `FORMATS`.
         out: folder of the export.
+        to: the format, which is safetensors.
         reward: see `named_reward`.
-        dtype: of safetensors: auto (as it is), fp32, bf16 or fp16.
-        shard_size: of safetensors: largest file of weights, such as 5GB.
+        dtype: auto (as it is), fp32, bf16 or fp16.
+        shard_size: largest file of weights, such as 5GB.
         on, limit, answer_tokens, max_kl, max_lost, force, overwrite: as in `export_model`.
 
     Raises:
-        ConfigError: an unknown format, or options that don't go together.
+        ConfigError: another format, or options that don't go together.
     """
-    name = name_of_format(to)
+    check_format(to)
     check_choice("--dtype", dtype, ("auto", "fp32", "bf16", "fp16"))
-    if dtype != "auto" and name != "safetensors":
-        raise ConfigError(
-            f"--dtype goes with safetensors, and {name} says its number format in its name: leave it out."
-        )
     if max_lost is not None and reward is None:
         raise ConfigError("--max-lost bounds the loss of a reward, and none is named: add --reward.")
     source = ExportSource(model)
     return export_model(
-        source, name, Path(out), on=on, limit=limit, answer_tokens=answer_tokens, score=named_reward(reward, source),
+        source, Path(out), on=on, limit=limit, answer_tokens=answer_tokens, score=named_reward(reward, source),
         max_kl=max_kl, max_lost=max_lost, force=force, overwrite=overwrite,
         dtype=None if dtype == "auto" else DTYPES[dtype], shard_bytes=size_of(shard_size),
     )  # fmt: skip

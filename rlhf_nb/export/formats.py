@@ -5,17 +5,16 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from .. import __version__
 from ..core import ConfigError, RunError, check_choice
 from ..data.hub import sha256_of
-from . import gguf, llama_cpp
 from rlhf_nb.export.price import (
     Price,
     AnswerScorer,
@@ -25,7 +24,7 @@ from rlhf_nb.export.price import (
     measure_copy,
     too_dear,
 )
-from .source import Opened, ExportSource, opened_folder, write_safetensors
+from .source import ExportSource, load_fp32, write_safetensors
 from ..models.load import staged
 from ..models.merge import sha256_of_weights, told_place
 from ..models.shards import SHARD_BYTES
@@ -33,79 +32,37 @@ from ..strict import table_of
 from ..untrusted import Unreadable, json_value
 
 EXPORT_RECORD = "export.json"
+EXPORT_BOUND = 0.01  # largest KL(model ‖ copy) that is kept without being forced, nats a token
 
 # %% auto #0
-__all__ = ['EXPORT_RECORD', 'FORMATS', 'OTHER_NAMES', 'LEFT_OUT', 'Format', 'name_of_format', 'Exported', 'earlier_files',
-           'check_target', 'export_model', 'readme']
+__all__ = ['EXPORT_RECORD', 'EXPORT_BOUND', 'LEFT_OUT', 'check_format', 'Exported', 'earlier_files', 'check_target',
+           'export_model', 'readme']
 
 # %% ../../nbs/export/formats.ipynb #a868007
-class Format(NamedTuple):
-    """One way to write a model down."""
-
-    about: str
-    bound: float  # largest KL(full ‖ copy) that is kept without being forced, nats a token
-    bits: float  # about so many on disk for each weight
-    write: Callable[[ExportSource, Path], list[str]]  # into a folder; returns what a reader should know
-    open: Callable[[Path, Any], Opened]  # of the folder and the model's config
-
-
-def _gguf(kind: str) -> Callable[[ExportSource, Path], list[str]]:
-    """Writes one kind of GGUF file."""
-    return lambda source, folder: gguf.write_gguf(source, folder / f"model-{kind}.gguf", kind)
-
-
-def _opened_gguf(folder: Path, config: Any) -> Opened:
-    """The GGUF file in a folder."""
-    return gguf.open_gguf(next(folder.glob("*.gguf")))
-
-
-def _write_q4_k_m(source: ExportSource, folder: Path) -> list[str]:
-    """In 16 bits first, which llama.cpp then rounds."""
-    if not llama_cpp.is_installed():
-        llama_cpp.quantize(folder, folder)  # says what is missing, before anything is written
-    between = folder / "between.gguf"
-    notes = gguf.write_gguf(source, between, "f16")
-    llama_cpp.quantize(between, folder / "model-q4_k_m.gguf", "q4_k_m")
-    between.unlink()
-    return notes
-
-
 _TABLE = table_of("export/tables.yaml")
-_WAYS: dict[str, tuple[Any, Any]] = {
-    "safetensors": (write_safetensors, lambda folder, config: opened_folder(folder)),
-    **{f"gguf-{kind}": (_gguf(kind), _opened_gguf) for kind in ("f16", "q8_0", "q4_0")},
-    "gguf-q4_k_m": (_write_q4_k_m, _opened_gguf),
-}
-FORMATS = {
-    name: Format(**known, write=_WAYS[name][0], open=_WAYS[name][1]) for name, known in _TABLE["formats"].items()
-}
-OTHER_NAMES: dict[str, str] = _TABLE["other_names"]
 LEFT_OUT: dict[str, str] = _TABLE["left_out"]
 
 
-def name_of_format(said: str) -> str:
-    """A format's name in the table.
+def check_format(said: str) -> None:
+    """Say of another format than safetensors which program writes it.
 
     Args:
         said: as it was typed; other common names are understood.
 
     Raises:
-        ConfigError: there is no such format, or it is left out on purpose.
+        ConfigError: there is no such format, or other programs write it.
     """
     plain = said.lower().replace(" ", "").replace(":", "-")
-    gone = _TABLE["gone"].get(plain, plain)
+    gone = "gguf" if plain.startswith(("gguf", "q4", "q8", "f16")) else _TABLE["gone"].get(plain, plain)
     if gone in LEFT_OUT:
         raise ConfigError(f"--to {said}: {LEFT_OUT[gone]}")
-    name = OTHER_NAMES.get(plain, plain)
-    check_choice("--to", name, FORMATS)
-    return name
+    check_choice("--to", plain, ("safetensors",))
 
 # %% ../../nbs/export/formats.ipynb #a868012
 class Exported(NamedTuple):
     """A copy on disk."""
 
     folder: Path
-    format: str
     price: Price
     bytes: int  # of what was written
     source_bytes: int  # of the model's weights
@@ -186,21 +143,20 @@ def _gone_if_empty(out: Path, new: bool) -> Iterator[None]:
 
 
 def export_model(
-    source: ExportSource, to: str, out: Path, *, on: str | Path | None = None, limit: int = 32, answer_tokens: int = 32,
+    source: ExportSource, out: Path, *, on: str | Path | None = None, limit: int = 32, answer_tokens: int = 32,
     score: AnswerScorer | None = None,
     max_kl: float | None = None, max_lost: float | None = None, force: bool = False, overwrite: bool = False,
     dtype: torch.dtype | None = None, shard_bytes: int = SHARD_BYTES,
 ) -> Exported:  # fmt: skip
-    """Write a model in another format, if its price allows.
+    """Write a model as safetensors, an adapter merged, if its price allows.
 
     Args:
         source: the model.
-        to: one of `FORMATS`.
         out: folder; made if need be.
         on: file of held-out prompts; None: those of the package.
         limit: prompts of the file; answer_tokens: most tokens of an answer.
         score: rewards to compare; None: none.
-        max_kl: nats a token; None: the format's bound. max_lost: of any reward; None: any.
+        max_kl: nats a token; None: `EXPORT_BOUND`. max_lost: of any reward; None: any.
         force: keep a copy that is too dear. overwrite: replace an earlier export.
         dtype: number format of safetensors; None: as it is. shard_bytes: of one file of theirs.
 
@@ -208,35 +164,27 @@ def export_model(
         RunError: the folder can't take it, or the copy is too dear; then nothing is left behind.
         ConfigError, DataError, ModelError: what was asked for doesn't go together, can't be read, or can't be written.
     """
-    form = FORMATS[to]
-    bits = form.bits if to != "safetensors" else 8 * source.bytes / source.numbers
-    bits = bits if dtype is None else 8 * dtype.itemsize
-    check_target(out, source, int(1.05 * source.numbers * bits / 8), overwrite)
+    needed = source.bytes if dtype is None else source.numbers * dtype.itemsize
+    check_target(out, source, int(1.05 * needed), overwrite)
     held = probe_prompts(source.tokenizer) if on is None else held_out(source.tokenizer, on, limit)
     earlier, new = earlier_files(out), not out.exists()
     for left in out.glob(".saving-*"):
         shutil.rmtree(left, ignore_errors=True)
     with _gone_if_empty(out, new), staged(out, "export") as folder:
-        if to == "safetensors":
-            notes = write_safetensors(source, folder, dtype, shard_bytes)
-        else:
-            notes = form.write(source, folder)
-        copy = form.open(folder, source.model.config)
+        notes = write_safetensors(source, folder, dtype, shard_bytes)
         price = measure_copy(
-            forward_of(source.model), copy.forward, source.tokenizer, held, eos=source.eos, answer_tokens=answer_tokens,
-            score=score,
-            measured_by=copy.by, timed=copy.timed,
+            forward_of(source.model), forward_of(load_fp32(folder)), source.tokenizer, held, eos=source.eos,
+            answer_tokens=answer_tokens, score=score,
         )  # fmt: skip
-        del copy
-        dear = too_dear(price, form.bound if max_kl is None else max_kl, max_lost)
+        dear = too_dear(price, EXPORT_BOUND if max_kl is None else max_kl, max_lost)
         if dear and not force:
             raise RunError(
-                f"{to} of {told_place(source.place)} isn't kept: {'; '.join(dear)}. Another format may cost less; "
+                f"the copy of {told_place(source.place)} isn't kept: {'; '.join(dear)}. --dtype auto rounds nothing; "
                 f"--force keeps it all the same. Nothing was left in {str(out)!r}."
             )
         files = {p.name: p for p in sorted(folder.iterdir()) if p.is_file()}
         size = sum(p.stat().st_size for p in files.values())
-        done = Exported(out, to, price, size, source.bytes, notes + ([f"kept by force: {x}" for x in dear]))
+        done = Exported(out, price, size, source.bytes, notes + ([f"kept by force: {x}" for x in dear]))
         _describe(done, source, files, folder)
     for name in set(earlier) - {*files, EXPORT_RECORD, "README.md"}:
         (out / name).unlink(missing_ok=True)
@@ -247,7 +195,7 @@ def _describe(done: Exported, source: ExportSource, files: dict[str, Path], fold
     """Write export.json and README.md."""
     record = {
         "schema": 1,
-        "format": done.format,
+        "format": "safetensors",
         "rlhf_nb": __version__,
         "source": {
             "model": told_place(source.place),
@@ -260,35 +208,30 @@ def _describe(done: Exported, source: ExportSource, files: dict[str, Path], fold
         "price": done.price.to_dict(),
     }
     (folder / EXPORT_RECORD).write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    (folder / "README.md").write_text(readme(done, source, sorted(files)), encoding="utf-8")
+    (folder / "README.md").write_text(readme(done, source), encoding="utf-8")
 
 
-def readme(done: Exported, source: ExportSource, files: list[str]) -> str:
+def readme(done: Exported, source: ExportSource) -> str:
     """What an export is, for who finds the folder.
 
     Args:
         done: the export.
         source: what it was made of.
-        files: in the folder.
     """
-    p, main = done.price, max(files, key=lambda n: (n.startswith("model"), n))
+    p = done.price
     rows = [
         ("KL from the model, nats a token", f"{p.kl:.2g} [{p.kl_low:.2g}, {p.kl_high:.2g}]"),
         ("top-1 agreement", f"{p.top1:.1%}"),
         ("the same greedy answer", f"{p.same_answers:.0%} of {p.prompts} prompts"),
         ("size", f"{done.bytes / 1e6:,.1f} MB (weights of the model: {done.source_bytes / 1e6:,.1f} MB)"),
     ]
-    if p.tokens_per_second is not None:
-        speed = f"{p.tokens_per_second:.1f} (the model in PyTorch: {p.full_tokens_per_second:.1f})"
-        rows.append(("tokens/s", speed))
     for k, r in p.rewards.items():
         rows.append((f"reward {k}", f"{r.full:.3f} → {r.copy:.3f}, lost {r.lost:.3f} [{r.low:.3f}, {r.high:.3f}]"))
-    use = _TABLE["use"].get(done.format.split("-")[0], "").replace("FILE", main)
     notes = " ".join(f"Note: {n}." for n in done.notes)
     lines = [
-        f"# {told_place(source.place)} as {done.format}", "", f"{FORMATS[done.format].about}. {notes}".strip(), "",
+        f"# {told_place(source.place)} as safetensors", "", f"As plain transformers reads it. {notes}".strip(), "",
         "| | |", "|---|---|", *(f"| {k} | {v} |" for k, v in rows), "",
-        f"Measured on {p.measured_on} ({p.tokens} positions) by {p.measured_by}; all numbers are in `{EXPORT_RECORD}`.",
-        *(["", f"Use: `{use}`"] if use else []), "",
+        f"Measured on {p.measured_on} ({p.tokens} positions) in fp32; all numbers are in `{EXPORT_RECORD}`.", "",
+        'Use: `AutoModelForCausalLM.from_pretrained("FOLDER")`', "",
     ]  # fmt: skip
     return "\n".join(lines)

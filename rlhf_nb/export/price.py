@@ -3,7 +3,6 @@
 # %% ../../nbs/export/price.ipynb #a860004
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,6 +19,7 @@ from ..data.worlds import WORLDS
 from ..evaluate.intervals import Estimate, mean_interval
 from ..evaluate.metrics import ratio_interval
 from ..strict import table_of
+from ..types import TokenLists
 
 # %% auto #0
 __all__ = ['Forward', 'PROBE_PROMPTS', 'AnswerScorer', 'forward_of', 'greedy', 'token_kl', 'HeldOut', 'probe_prompts', 'held_out',
@@ -182,11 +182,6 @@ class Price:
     prompts: int
     tokens: int  # of answers, at which they were compared
     measured_on: str
-    measured_by: str  # the program that computed the copy's numbers
-    tokens_per_second: (
-        float | None
-    )  # of the copy: greedy, one prompt at a time, reading it included; None: measured_by isn't what will run it
-    full_tokens_per_second: float
     rewards: dict[str, Lost] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
@@ -194,45 +189,21 @@ class Price:
         return {**asdict(self), "rewards": {k: v._asdict() for k, v in self.rewards.items()}}
 
     def __str__(self) -> str:
-        speed = (
-            ""
-            if self.tokens_per_second is None
-            else f"; {self.tokens_per_second:.1f} tokens/s against {self.full_tokens_per_second:.1f} in PyTorch"
-        )
         text = (
             f"KL {self.kl:.2g} nats a token [{self.kl_low:.2g}, {self.kl_high:.2g}] (worst token {self.kl_worst:.2g}), "
             f"top-1 agreement {self.top1:.1%}, "
-            f"the same greedy answer on {self.same_answers:.0%} of {self.prompts} prompts{speed}"
+            f"the same greedy answer on {self.same_answers:.0%} of {self.prompts} prompts"
         )
         for name, r in self.rewards.items():
             text += f"\n{name}: {r.full:.3f} → {r.copy:.3f}, lost {r.lost:.3f} [{r.low:.3f}, {r.high:.3f}]"
         return text
 
 # %% ../../nbs/export/price.ipynb #a860015
-class _Answers(NamedTuple):
-    """Greedy answers to all prompts, and how long they took."""
-
-    ids: list[list[int]]
-    seconds: float
-
-    @property
-    def speed(self) -> float:
-        """Tokens a second."""
-        return sum(map(len, self.ids)) / max(self.seconds, 1e-9)
-
-
-def _answered(forward: Forward, held: HeldOut, most: int, eos: Collection[int]) -> _Answers:
-    """Everything that is asked, one prompt at a time."""
-    begun = time.perf_counter()
-    ids = [greedy(forward, row, most, eos) for row in held.ids]
-    return _Answers(ids, time.perf_counter() - begun)
-
-
-def _lost(score: AnswerScorer, held: HeldOut, tokenizer: Any, full: _Answers, copy: _Answers) -> dict[str, Lost]:
+def _lost(score: AnswerScorer, held: HeldOut, tokenizer: Any, full: TokenLists, copy: TokenLists) -> dict[str, Lost]:
     """Each reward's means, and the mean difference on the same prompts."""
 
-    def scored(answers: _Answers) -> Mapping[str, Tensor]:
-        texts = [tokenizer.decode(row, skip_special_tokens=True) for row in answers.ids]
+    def scored(answers: TokenLists) -> Mapping[str, Tensor]:
+        texts = [tokenizer.decode(row, skip_special_tokens=True) for row in answers]
         found = score(held.prompts, texts, held.columns)
         return {k: torch.tensor([float("nan") if x is None else x for x in v]).double() for k, v in found.items()}
 
@@ -252,7 +223,6 @@ def _lost(score: AnswerScorer, held: HeldOut, tokenizer: Any, full: _Answers, co
 def measure_copy(
     full: Forward, copy: Forward, tokenizer: Any, held: HeldOut, *, eos: Collection[int], answer_tokens: int = 32,
     score: AnswerScorer | None = None,
-    measured_by: str = "PyTorch", timed: bool = True,
 ) -> Price:  # fmt: skip
     """What a copy of a model costs.
 
@@ -262,13 +232,10 @@ def measure_copy(
         held: what they are asked.
         eos: tokens that end an answer; answer_tokens: most tokens of one.
         score: rewards of (prompts, texts, columns) by name; None: no reward.
-        measured_by: the program that computes the copy.
-        timed: whether its speed means something.
     """
-    before = _answered(full, held, answer_tokens, eos)
-    after = _answered(copy, held, answer_tokens, eos)
+    before, after = ([greedy(forward, row, answer_tokens, eos) for row in held.ids] for forward in (full, copy))
     found, same = list[Tensor](), 0
-    for ids, given, own in zip(held.ids, held.answers, before.ids, strict=True):
+    for ids, given, own in zip(held.ids, held.answers, before, strict=True):
         row = [*ids, *(own if given is None else given)]
         mine = slice(len(ids) - 1, len(row) - 1)  # the logits that the answer's tokens come from
         a, b = full(row, None)[0][mine], copy(row, None)[0][mine]
@@ -279,10 +246,8 @@ def measure_copy(
     return Price(
         kl=mean.value, kl_low=max(mean.low, 0.0), kl_high=mean.high, kl_worst=float(torch.cat(found).max()),
         top1=same / sum(counts),
-        same_answers=sum(a == b for a, b in zip(before.ids, after.ids)) / len(before.ids), prompts=len(counts),
-        tokens=sum(counts),
-        measured_on=held.name, measured_by=measured_by, tokens_per_second=after.speed if timed else None,
-        full_tokens_per_second=before.speed,
+        same_answers=sum(a == b for a, b in zip(before, after)) / len(before), prompts=len(counts), tokens=sum(counts),
+        measured_on=held.name,
         rewards=_lost(score, held, tokenizer, before, after) if score is not None else {},
     )  # fmt: skip
 

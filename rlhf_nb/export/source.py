@@ -13,12 +13,11 @@ import torch
 
 from ..config import ModelConfig
 from ..core import ModelError, decide_precision
-from .price import Forward, forward_of
 from ..models.load import load_causal_lm, load_tokenizer
 from ..models.shards import SHARD_BYTES, ModelTensors, write_beside, write_shards
 
 # %% auto #0
-__all__ = ['ExportSource', 'load_fp32', 'Opened', 'opened_folder', 'write_safetensors']
+__all__ = ['ExportSource', 'load_fp32', 'write_safetensors']
 
 # %% ../../nbs/export/source.ipynb #a861007
 @dataclass
@@ -84,24 +83,6 @@ def load_fp32(place: str | Path) -> Any:
         warnings.filterwarnings("ignore", ".*are unpacked to")  # that is what it is loaded for
         return load_causal_lm(ModelConfig(name_or_path=str(place)), decide_precision("cpu", "fp32"), trainable=False)
 
-
-@dataclass(frozen=True)
-class Opened:
-    """A copy, ready to be asked."""
-
-    forward: Forward
-    by: str  # the program that computes it
-    timed: bool = True  # whether its speed is that of the program it was made for
-
-
-def opened_folder(place: str | Path) -> Opened:
-    """A directory or GGUF file, computed in fp32 by PyTorch.
-
-    Args:
-        place: what was written.
-    """
-    return Opened(forward_of(load_fp32(place)), "PyTorch, fp32")
-
 # %% ../../nbs/export/source.ipynb #a861010
 def write_safetensors(
     source: ExportSource, folder: Path, dtype: torch.dtype | None = None, shard_bytes: int = SHARD_BYTES
@@ -118,13 +99,7 @@ def write_safetensors(
         What a reader should know.
     """
     own = source.tensors
-    table = {
-        n: (
-            dtype if dtype is not None and own.table[n].dtype.is_floating_point else own.table[n].dtype,
-            own.table[n].shape,
-        )
-        for n in own
-    }
+    table = own.written(dtype)
     write_shards(folder, table, lambda n: own[n].to(table[n][0]), shard_bytes)
     write_beside(folder, own, dtype)
     formats = sorted({str(d).removeprefix("torch.") for d, _ in table.values()})

@@ -4,56 +4,40 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from .card import card, read_run
-from ..config import read_config_file
 from ..core import ConfigError, RunError, check_choice
 from ..models.merge import Merged, merge_models, told_place
-from ..models.recipe import METHODS, NEEDS_BASE, Recipe
+from ..models.recipe import NEEDS_BASE, MergePart, Recipe, check_method
 
 # %% auto #0
-__all__ = ['load_recipe', 'numbers', 'size_of', 'recipe_of', 'write_card', 'merge_named', 'merged_told']
+__all__ = ['weights_said', 'size_of', 'write_card', 'merge_named', 'merged_told']
 
 # %% ../../nbs/hub/merging.ipynb #a919007
-_SUFFIXES = (".yaml", ".yml", ".json")
-
-
-def load_recipe(path: str | Path) -> Recipe:
-    """A recipe from a file.
+def weights_said(text: str | None, models: int) -> list[float]:
+    """What `--weights` says, one number a model.
 
     Args:
-        path: YAML or JSON.
+        text: as it was typed; None: all have the same share.
+        models: how many there are.
 
     Raises:
-        ConfigError: not readable, or something in it means nothing here.
+        ConfigError: no numbers, or not one for each.
     """
-    recipe = Recipe.model_validate(read_config_file(path)).checked()
-
-    def found(name: str | None) -> str | None:
-        here = Path(path).parent / str(name)
-        return str(here) if name is not None and not Path(name).expanduser().exists() and here.exists() else name
-
-    return recipe.replace(models=[p.replace(model=found(p.model)) for p in recipe.models], base=found(recipe.base))
-
-
-def numbers(flag: str, text: str | None) -> list[float] | None:
-    """A flag's numbers, separated by commas.
-
-    Args:
-        flag: how it is called, for messages.
-        text: what was typed; None: nothing.
-    """
-    if text is None:
-        return None
     try:
-        return [float(x) for x in text.split(",")]
+        values = [1.0] if text is None else [float(x) for x in text.split(",")]
     except ValueError:
         raise ConfigError(
-            f"{flag} is {text!r}: numbers separated by commas are needed, such as {flag} 0.3 or {flag} 0.7,0.3."
+            f"--weights is {text!r}: numbers separated by commas are needed, such as --weights 0.7,0.3."
         ) from None
+    if len(values) not in (1, models):
+        raise ConfigError(
+            f"--weights has {len(values)} numbers for {models} models: give one for all, or one for each, in the same "
+            "order."
+        )
+    return values * models if len(values) == 1 else values
 
 
 def size_of(text: str) -> int:
@@ -63,46 +47,6 @@ def size_of(text: str) -> int:
         raise ConfigError(f"--shard-size is {text!r}: a size is needed, such as 5GB or 200MB.")
     return int(float(found[1]) * {"": 1, "K": 1e3, "M": 1e6, "G": 1e9}[found[2].removesuffix("B")])
 
-
-def recipe_of(models: Sequence[str], method: str, given: Mapping[str, Any], dtype: str, seed: int) -> Recipe:
-    """A recipe from what was typed.
-
-    Args:
-        models: directories or short names.
-        method: one of `METHODS`.
-        given: by option, None: not given: base; weights and density (one number for all, or one a model); t and scale
-            (a number, or several that are stretched over the layers); normalize and rescale.
-        dtype, seed: as in `Recipe`.
-
-    Raises:
-        ConfigError: a method that isn't there, or numbers that don't go with the models; names the option.
-    """
-    check_choice("--method", method, METHODS)
-    check_choice("--dtype", dtype, ("auto", "fp32", "bf16", "fp16"))
-    if given["rescale"] is not None:
-        check_choice("--rescale", given["rescale"], ("density", "l1", "none"))
-    sparse, slerp = "ties" in method or "dare" in method, method == "slerp"
-    fits = {"t": slerp, "scale": method in NEEDS_BASE, "density": sparse, "rescale": sparse, "weights": not slerp}
-    for option, means in (fits | {"normalize": method not in ("slerp", "warp")}).items():
-        if given[option] is not None and not means:
-            raise ConfigError(f"--{option} means nothing to {method}: leave it out.")
-    parts: list[dict[str, Any]] = [{"model": m} for m in models]
-    for option, key in (("weights", "weight"), ("density", "density")):
-        values = numbers(f"--{option}", given[option]) or []
-        if len(values) not in (0, 1, len(models)):
-            raise ConfigError(
-                f"--{option} has {len(values)} numbers for {len(models)} models: give one for all, or one for each, in "
-                "the same order."
-            )
-        for part, value in zip(parts, values * len(models) if len(values) == 1 else values):
-            part[key] = value
-    settings = {"method": method, "models": parts, "dtype": dtype, "seed": seed}
-    settings |= {k: given[k] for k in ("base", "normalize", "rescale")}
-    for option in ("t", "scale"):
-        values = numbers(f"--{option}", given[option]) or []
-        settings[option] = values if len(values) > 1 else next(iter(values), None)
-    return Recipe.model_validate({k: v for k, v in settings.items() if v is not None}).checked()
-
 # %% ../../nbs/hub/merging.ipynb #a919012
 def write_card(out: Path) -> None:
     """Write README.md beside a merged model: what it is made of, and how it is used."""
@@ -111,15 +55,16 @@ def write_card(out: Path) -> None:
 
 def merge_named(
     models: Sequence[str], out: Path, *, method: str = "linear", base: str | None = None, weights: str | None = None,
-    density: str | None = None, t: str | None = None, scale: str | None = None, normalize: bool | None = None,
-    rescale: str | None = None, dtype: str = "auto", seed: int = 0, shard_size: str = "5GB", overwrite: bool = False,
+    t: float | None = None, scale: float | None = None, dtype: str = "auto", shard_size: str = "5GB",
+    overwrite: bool = False,
 ) -> tuple[Merged, Recipe]:  # fmt: skip
     """Merge models with everything as it is typed, and write a card beside the result: what `rlhf-nb merge` does.
 
     Args:
-        models: directories or short names; or one file with a recipe.
+        models: directories or short names.
         out: folder of the merged model.
-        method, base, weights, density, t, scale, normalize, rescale, dtype, seed: as in `recipe_of`.
+        method, base, t, scale, dtype: as in `Recipe`.
+        weights: see `weights_said`.
         shard_size: largest file of weights, such as 5GB.
         overwrite: replace a model that is in the folder.
 
@@ -132,40 +77,30 @@ def merge_named(
     if not overwrite and any((out / f).exists() for f in ("config.json", "adapter_config.json")):
         raise RunError(f"{out} holds a model: name another folder, or add --overwrite.")
     most = size_of(shard_size)
-    given: dict[str, Any] = {"base": base, "weights": weights, "density": density, "t": t, "scale": scale}
-    given |= {"normalize": normalize, "rescale": rescale}
-    if any(Path(m).suffix in _SUFFIXES for m in models):
-        recipe = _recipe_file(models, method, given, dtype)
-    else:
-        check_choice("--method", method, METHODS)
-        if len(models) < 2 and method not in NEEDS_BASE:
-            raise ConfigError(
-                f"{method} merges two or more models, and {len(models)} is named. With one and --base: --method warp "
-                f"--scale 0.5 goes half the way "
-                "from base to model (WiSE-FT)."
-            )
-        recipe = recipe_of(models, method, given, dtype, seed)
+    if any(Path(m).suffix in (".yaml", ".yml", ".json") for m in models):
+        raise ConfigError(
+            f"{models[0]} is a file: models and method are named on the command line, and recipes in files are "
+            "mergekit's (`mergekit-yaml FILE FOLDER`)."
+        )
+    check_method(method)
+    check_choice("--dtype", dtype, ("auto", "fp32", "bf16", "fp16"))
+    if len(models) < 2 and method not in NEEDS_BASE:
+        raise ConfigError(
+            f"{method} merges two or more models, and {len(models)} is named. With one and --base: --method warp "
+            "--scale 0.5 goes half the way from base to model (WiSE-FT)."
+        )
+    fits = {"t": method == "slerp", "scale": method in NEEDS_BASE, "weights": method != "slerp"}
+    given = {k: v for k, v in {"t": t, "scale": scale, "weights": weights}.items() if v is not None}
+    for option in given:
+        if not fits[option]:
+            raise ConfigError(f"--{option} means nothing to {method}: leave it out.")
+    given.pop("weights", None)
+    parts = [MergePart(model=m, weight=w) for m, w in zip(models, weights_said(weights, len(models)))]
+    settings = {"method": method, "models": parts, "dtype": dtype, **({"base": base} if base else {}), **given}
+    recipe = Recipe.model_validate(settings).checked()
     done = merge_models(recipe, out, shard_bytes=most)
     write_card(done.folder)
     return done, recipe
-
-
-def _recipe_file(models: Sequence[str], method: str, given: Mapping[str, Any], dtype: str) -> Recipe:
-    """The recipe of a file, the only name on the command line.
-
-    Raises:
-        ConfigError: another model or a flag is given with it.
-    """
-    if len(models) > 1:
-        raise ConfigError("a recipe file names the models itself: give the file alone.")
-    option = next((k for k, v in given.items() if v is not None), "method" if method != "linear" else None)
-    if option:
-        raise ConfigError(
-            f"--{option} and a recipe file: the file says how models are merged. Leave the flag out, or write it into "
-            f"{models[0]}."
-        )
-    recipe = load_recipe(models[0])
-    return recipe.replace(dtype=dtype) if dtype != "auto" else recipe
 
 
 def merged_told(done: Merged, recipe: Recipe) -> str:

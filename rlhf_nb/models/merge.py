@@ -13,40 +13,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..core import DTYPES, ConfigError, ModelError, derive_seed
+from ..core import DTYPES, ModelError
 from ..data.hub import sha256_of
 from .files import settings_in
 from .load import pretrained, staged
-from .recipe import Recipe, Rescale, numbers_for
+from .recipe import Recipe, total_of
 from .shards import SHARD_BYTES, ModelTensors, copy_beside, write_config, write_shards
 from ..untrusted import dump_yaml
 
 # %% auto #0
-__all__ = ['ALMOST_PARALLEL', 'MERGE_RECORD', 'wide_copy', 'total_of', 'linear', 'slerp', 'trim', 'drop', 'elect', 'warp', 'Lazy',
-           'merged_tensor', 'check_fit', 'Merged', 'sha256_of_weights', 'merge_models', 'told_place', 'portable_recipe']
+__all__ = ['ALMOST_PARALLEL', 'MERGE_RECORD', 'wide_copy', 'linear', 'slerp', 'warp', 'Lazy', 'merged_tensor', 'check_fit',
+           'Merged', 'sha256_of_weights', 'merge_models', 'told_place', 'portable_recipe']
 
 # %% ../../nbs/models/merge.ipynb #a340007
 def wide_copy(x: Tensor) -> Tensor:
     """A tensor in fp32, or wider if it is: a fresh one, which may be changed."""
     return x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
-
-
-def total_of(weights: Sequence[float]) -> float:
-    """What a mean divides by.
-
-    Args:
-        weights: one a model.
-
-    Raises:
-        ConfigError: the weights add up to nothing.
-    """
-    total = math.fsum(weights)
-    if abs(total) < 1e-8:
-        raise ConfigError(
-            f"the weights {list(weights)} add up to {total:g}, and a mean divides by that. Give others, or "
-            "normalize=false (--no-normalize) for the plain sum."
-        )
-    return total
 
 
 def linear(tensors: Sequence[Tensor] | Lazy, weights: Sequence[float], normalize: bool = True) -> Tensor:
@@ -78,12 +60,6 @@ def _dot(x: Tensor, y: Tensor) -> float:
     return math.fsum(float(a[i : i + _PIECE].double().dot(b[i : i + _PIECE].double())) for i in starts)
 
 
-def _sizes(x: Tensor) -> float:
-    """The sum of a tensor's absolute values."""
-    a = x.reshape(-1)
-    return math.fsum(float(a[i : i + _PIECE].double().abs().sum()) for i in range(0, a.numel(), _PIECE))
-
-
 def slerp(a: Tensor, b: Tensor, t: float) -> Tensor:
     """Two tensors interpolated along the arc between them.
 
@@ -103,80 +79,6 @@ def slerp(a: Tensor, b: Tensor, t: float) -> Tensor:
     return out.mul_(math.sin((1 - t) * angle) / math.sin(angle)).add_(
         other, alpha=math.sin(t * angle) / math.sin(angle)
     )
-
-# %% ../../nbs/models/merge.ipynb #a340014
-def _rescaled(kept: Tensor, whole: float, density: float, rescale: Rescale) -> Tensor:
-    """What is left of a task vector, made as long as it was: in expectation, or by its sum of sizes."""
-    if rescale == "density":
-        return kept.div_(density)
-    if rescale == "l1":
-        left = _sizes(kept)
-        return kept.mul_(whole / left) if min(whole, left) >= 1e-7 else kept
-    return kept
-
-
-def trim(delta: Tensor, density: float, rescale: Rescale = "none") -> Tensor:
-    """A task vector with only its largest entries (TIES); entries as large as the smallest one kept stay too.
-
-    Args:
-        delta: a task vector; changed in place.
-        density: share of entries that stay, in [0, 1].
-        rescale: density: divide by it; l1: keep the sum of sizes; none.
-    """
-    if density >= 1:
-        return delta
-    if density <= 0 or not delta.numel():
-        return delta.zero_()
-    whole = _sizes(delta) if rescale == "l1" else 0.0
-    keep = max(1, int(density * delta.numel()))
-    sizes = delta.abs().reshape(-1).numpy()
-    sizes.partition(delta.numel() - keep)  # in place: kthvalue of torch needs three more tensors
-    least = float(sizes[delta.numel() - keep])
-    del sizes
-    return _rescaled(delta.masked_fill_((delta < least) & (delta > -least), 0.0), whole, density, rescale)
-
-
-def drop(delta: Tensor, density: float, seed: int, rescale: Rescale = "density") -> Tensor:
-    """A task vector of which a random share is left (DARE).
-
-    Args:
-        delta: a task vector; changed in place.
-        density: probability that an entry stays, in [0, 1].
-        seed: of this draw; the same seed drops the same entries.
-        rescale: density: divide by it, so that the expectation stays; l1: keep the sum of sizes; none.
-    """
-    if density >= 1:
-        return delta
-    if density <= 0:
-        return delta.zero_()
-    whole = _sizes(delta) if rescale == "l1" else 0.0
-    kept = torch.empty(delta.shape, dtype=torch.bool).bernoulli_(density, generator=torch.Generator().manual_seed(seed))
-    return _rescaled(delta.mul_(kept), whole, density, rescale)
-
-
-def elect(deltas: Sequence[Tensor] | Lazy, weights: Sequence[float], normalize: bool = True) -> Tensor:
-    """The weighted mean of task vectors over those that agree with the elected sign (TIES); each vector is asked for
-    twice.
-
-    Args:
-        deltas: task vectors of one shape, trimmed or thinned out.
-        weights: one a vector.
-        normalize: divide by the weights of those that agree; False: their weighted sum.
-    """
-    total = linear(deltas, weights, normalize=False)
-    up = total >= 0
-    out = total.zero_()
-    shares = torch.zeros_like(out) if normalize else None
-    for i, w in enumerate(weights):
-        part = wide_copy(deltas[i]).mul_(w)
-        agree = torch.where(up, part > 0, part < 0)
-        out.add_(part.mul_(agree))
-        del part
-        if shares is not None:
-            shares.add_(agree, alpha=w)
-    if shares is not None:
-        out.div_(shares.masked_fill_(shares == 0, 1.0))
-    return out
 
 # %% ../../nbs/models/merge.ipynb #a340019
 def warp(deltas: Sequence[Tensor] | Lazy, weights: Sequence[float]) -> Tensor:
@@ -208,11 +110,7 @@ class Lazy:
 
 
 def merged_tensor(
-    recipe: Recipe,
-    name: str,
-    models: Sequence[Mapping[str, Tensor]],
-    base: Mapping[str, Tensor] | None = None,
-    layers: int = 1,
+    recipe: Recipe, name: str, models: Sequence[Mapping[str, Tensor]], base: Mapping[str, Tensor] | None = None
 ) -> Tensor:
     """One tensor of the merged model, fp32 or wider.
 
@@ -221,32 +119,16 @@ def merged_tensor(
         name: of the tensor.
         models: in the recipe's order; state dicts, or `ModelTensors`.
         base: where the recipe has one.
-        layers: that a model has.
     """
-    n, column = numbers_for(recipe, name, layers), Lazy(lambda i: models[i][name])
+    weights, column = [p.weight for p in recipe.models], Lazy(lambda i: models[i][name])
     if recipe.method == "linear":
-        return linear(column, n.weights, recipe.normalizes)
+        return linear(column, weights)
     if recipe.method == "slerp":
-        return slerp(column[0], column[1], n.t)
+        return slerp(column[0], column[1], recipe.t)
     assert base is not None
-    dare = recipe.method.startswith("dare")
-    rescale: Rescale = recipe.rescale or ("density" if dare else "none")
-
-    def task_vector(i: int) -> Tensor:
-        delta = wide_copy(column[i]).sub_(base[name])
-        if dare:
-            return drop(delta, n.densities[i], derive_seed("dare", recipe.seed, i, name), rescale)
-        return trim(delta, n.densities[i], rescale) if recipe.method == "ties" else delta
-
-    deltas = Lazy(task_vector)
-    if recipe.method == "warp":
-        out = warp(deltas, n.weights)
-    elif recipe.method.endswith("ties"):
-        out = elect(deltas, n.weights, recipe.normalizes)
-    else:
-        total = math.fsum(n.weights)
-        out = linear(deltas, n.weights, normalize=recipe.normalizes and abs(total) >= 1e-8)
-    return out.mul_(n.scale).add_(base[name])
+    deltas = Lazy(lambda i: wide_copy(column[i]).sub_(base[name]))
+    out = warp(deltas, weights) if recipe.method == "warp" else linear(deltas, weights, normalize=False)
+    return out.mul_(recipe.scale).add_(base[name])
 
 # %% ../../nbs/models/merge.ipynb #a340025
 _NO_MATHS = {
@@ -394,10 +276,7 @@ class Merged(NamedTuple):
 
 def sha256_of_weights(model: ModelTensors) -> dict[str, str]:
     """SHA-256 of each file that a model's numbers come from, by name."""
-    files = sorted(
-        {e.file for e in model.table.values()}
-        | ({e.file for e in model.adapter.table.values()} if model.adapter else set())
-    )
+    files = sorted({e.file for e in model.table.values()} | ({model.adapter} if model.adapter else set()))
     return {file.name: sha256_of(file) for file in files}
 
 # %% ../../nbs/models/merge.ipynb #2110f846
@@ -425,15 +304,15 @@ def merge_models(recipe: Recipe, out: str | Path, *, shard_bytes: int = SHARD_BY
             "would lose it. Several reward models are used as an ensemble: reward=[A, B]."
         )
     notes = check_fit(read)
-    layers, dtype = _layers_of(first), None if recipe.dtype == "auto" else DTYPES[recipe.dtype]
-    table = _written_table(recipe, first, layers, dtype)
+    dtype = None if recipe.dtype == "auto" else DTYPES[recipe.dtype]
+    table = first.written(dtype)
     formats = sorted({str(d).removeprefix("torch.") for d, _ in table.values() if d.is_floating_point})
     if len({m.table[n].dtype for m in read for n in table}) > 1 and dtype is None:
         notes.append(f"the models have different number formats; written is the first's, {', '.join(formats)}")
 
     def tensor(name: str) -> Tensor:
         if table[name][0].is_floating_point:
-            return merged_tensor(recipe, name, models, base, layers).to(table[name][0])
+            return merged_tensor(recipe, name, models, base).to(table[name][0])
         found = first[name]
         if any(not torch.equal(found, m[name]) for m in models):
             raise ModelError(
@@ -455,26 +334,6 @@ def _check_target(target: Path, said: str | Path, models: Sequence[ModelTensors]
             f"{str(said)!r} is one of the models that are merged, and would be overwritten while it is read: name "
             "another folder."
         )
-
-
-def _layers_of(model: ModelTensors) -> int:
-    """How many layers a model has."""
-    return int(getattr(model.config.get_text_config(), "num_hidden_layers", 1))
-
-
-def _written_table(
-    recipe: Recipe, first: ModelTensors, layers: int, dtype: torch.dtype | None
-) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Number format and shape of each tensor that will be written; what a recipe can't say of one is told here, before
-    anything is written."""
-    table = {}
-    for name in first:
-        own = first.table[name].dtype
-        table[name] = (dtype if dtype is not None and own.is_floating_point else own, first.table[name].shape)
-        numbers = numbers_for(recipe, name, layers)
-        if recipe.method == "linear" and recipe.normalizes:
-            total_of(numbers.weights)
-    return table
 
 
 def _write_beside(

@@ -4,66 +4,62 @@
 from __future__ import annotations
 
 import math
-import re
-from typing import Literal, NamedTuple, get_args
+from collections.abc import Sequence
+from typing import Literal, get_args
 
 from pydantic import Field
 
 from ..config import PathText, StrictConfig, option
-from ..core import ConfigError
+from ..core import ConfigError, check_choice
 
 # %% auto #0
-__all__ = ['Rescale', 'Method', 'Setting', 'NEEDS_BASE', 'METHODS', 'MergePart', 'Recipe', 'depth_of', 'number_at', 'Numbers',
-           'numbers_for']
+__all__ = ['Method', 'NEEDS_BASE', 'METHODS', 'check_method', 'MergePart', 'Recipe', 'total_of']
 
 # %% ../../nbs/models/recipe.ipynb #a338007
-Rescale = Literal["density", "l1", "none"]
-Method = Literal["linear", "slerp", "task_arithmetic", "ties", "dare_linear", "dare_ties", "warp"]
+Method = Literal["linear", "slerp", "task_arithmetic", "warp"]
+NEEDS_BASE = ("task_arithmetic", "warp")
+METHODS: tuple[str, ...] = get_args(Method)
+_ELSEWHERE = ("ties", "dare_linear", "dare_ties")  # mergekit's, of an earlier version
 
 
-Setting = float | list[float]
+def check_method(said: str) -> None:
+    """Refuse a method that isn't there; of those that left it says where they are.
+
+    Args:
+        said: its name.
+
+    Raises:
+        ConfigError: it is none of `METHODS`.
+    """
+    if said in _ELSEWHERE:
+        raise ConfigError(
+            f"{said} is mergekit's: `merge_method: {said}` in a file of its own, `mergekit-yaml FILE FOLDER`, writes a "
+            f"model folder like any other. Here are {', '.join(METHODS)}."
+        )
+    check_choice("--method", said, METHODS)
 
 
 class MergePart(StrictConfig):
     """One of the models that are merged."""
 
     model: PathText = Field(description="directory of a model or an adapter, or a short name that was fetched")
-    weight: Setting | None = option(None, "its share; null: as the recipe says")
-    density: Setting | None = option(None, "share of its task vector's entries that stay; null: as the recipe says")
-
-
-NEEDS_BASE = ("task_arithmetic", "ties", "dare_linear", "dare_ties", "warp")
-METHODS: tuple[str, ...] = get_args(Method)
+    weight: float = option(1.0, "its share")
 
 # %% ../../nbs/models/recipe.ipynb #7a7b8002
 class Recipe(StrictConfig):
     """How models are merged."""
 
-    method: Method = option("linear", "linear (a soup), slerp, task_arithmetic, ties, dare_linear, dare_ties or warp")
+    method: Method = option("linear", "linear (a soup), slerp, task_arithmetic or warp")
     models: list[MergePart] = Field(description="what is merged", min_length=1)
     base: PathText | None = Field(
         default=None,
         description="the model that all of them were fine-tuned from, where the method works on differences",
     )
-    weight: Setting = option(1.0, "share of each model that doesn't say its own")
-    density: Setting = option(1.0, "of ties and dare: share of a task vector's entries that stay")
-    t: Setting = option(0.5, "of slerp: 0 is the first model, 1 the second")
-    scale: Setting = option(1.0, "λ: how far from the base the merged task vector goes")
-    normalize: bool | None = option(None, "divide by the weights' sum; null: of linear and ties")
-    rescale: Rescale | None = option(
-        None,
-        "of ties and dare, what is left of a task vector: density (divided by it), l1 (its sum of sizes stays) or "
-        "none; null: density of dare",
-    )
+    t: float = option(0.5, "of slerp: 0 is the first model, 1 the second", ge=0, le=1)
+    scale: float = option(1.0, "λ: how far from the base the merged task vector goes")
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = option(
         "auto", "number format that is written; auto: the first model's (the base's, where there is one)"
     )
-    seed: int = option(0, "of dare", ge=0)
-
-    @property
-    def normalizes(self) -> bool:
-        """Whether the method divides by the sum of weights."""
-        return self.method in ("linear", "ties") if self.normalize is None else self.normalize
 
     def checked(self) -> Recipe:
         """This recipe, if its parts go together.
@@ -86,87 +82,28 @@ class Recipe(StrictConfig):
                 f"slerp walks from one model to a second, and {len(self.models)} are named. linear takes any number, "
                 "warp too."
             )
-        for part in self.models:
-            for key, setting, low, high in (
-                ("weight", part.weight, -math.inf, math.inf),
-                ("density", part.density, 0.0, 1.0),
-            ):
-                _check_numbers(f"{key} of {part.model}", setting, low, high)
-        _check_numbers("density", self.density, 0.0, 1.0)
-        _check_numbers("t", self.t, 0.0, 1.0)
-        if self.method == "warp" and any(
-            v <= 0 for p in self.models for v in _numbers(self.weight if p.weight is None else p.weight)
-        ):
+        if self.method == "warp" and any(p.weight <= 0 for p in self.models):
             raise ConfigError(
                 "warp gives every model a share of an arc: weights must be above 0. task_arithmetic subtracts."
             )
+        if self.method == "linear":
+            total_of([p.weight for p in self.models])
         return self
 
 # %% ../../nbs/models/recipe.ipynb #550deddc
-def _numbers(setting: Setting | None) -> list[float]:
-    """All numbers of a setting."""
-    if setting is None:
-        return []
-    return setting if isinstance(setting, list) else [setting]
-
-
-def _check_numbers(what: str, setting: Setting | None, low: float, high: float) -> None:
-    """Raise ConfigError for a list of nothing, or a number beyond its limits."""
-    numbers = _numbers(setting)
-    if setting is not None and not numbers:
-        raise ConfigError(f"{what} is a list of nothing: give a number, or several that are stretched over the layers.")
-    for v in numbers:
-        if not low <= v <= high:
-            raise ConfigError(f"{what} is {v:g}, and lies between {low:g} and {high:g}.")
-
-
-_LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block)\.(\d+)\.")
-
-
-def depth_of(name: str, layers: int) -> float:
-    """Where in a model a tensor is: 0 in the first layer (and outside all layers), 1 in the last.
+def total_of(weights: Sequence[float]) -> float:
+    """What a mean divides by.
 
     Args:
-        name: of the tensor.
-        layers: that the model has.
+        weights: one a model.
+
+    Raises:
+        ConfigError: the weights add up to nothing.
     """
-    found = _LAYER.search(name)
-    if found is None:
-        return 0.0
-    return int(found[1]) / (layers - 1) if layers > 1 else 1.0
-
-
-def number_at(setting: Setting, depth: float) -> float:
-    """The number that a setting gives a tensor.
-
-    Args:
-        setting: a number, or a list over the layers.
-        depth: of the tensor, in [0, 1].
-    """
-    values = _numbers(setting)
-    at = depth * (len(values) - 1)
-    i = min(int(at), len(values) - 1)
-    return values[i] + (at - i) * (values[min(i + 1, len(values) - 1)] - values[i])
-
-
-class Numbers(NamedTuple):
-    """A recipe's numbers for one tensor."""
-
-    weights: list[float]
-    densities: list[float]
-    t: float
-    scale: float
-
-
-def numbers_for(recipe: Recipe, name: str, layers: int) -> Numbers:
-    """A recipe's numbers for one tensor.
-
-    Args:
-        recipe: with settings that may differ from tensor to tensor.
-        name: of the tensor.
-        layers: that the model has.
-    """
-    depth = depth_of(name, layers)
-    weights = [number_at(recipe.weight if p.weight is None else p.weight, depth) for p in recipe.models]
-    densities = [number_at(recipe.density if p.density is None else p.density, depth) for p in recipe.models]
-    return Numbers(weights, densities, number_at(recipe.t, depth), number_at(recipe.scale, depth))
+    total = math.fsum(weights)
+    if abs(total) < 1e-8:
+        raise ConfigError(
+            f"the weights {list(weights)} add up to {total:g}, and a mean divides by that. Give others, or add and "
+            "subtract with task_arithmetic and a base."
+        )
+    return total

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -17,15 +16,15 @@ from torch import Tensor
 
 from ..core import ModelError, suggest
 from .files import settings_in
-from .load import base_of_adapter, find_model, pretrained
+from .load import base_of_adapter, find_model, load_or_explain, pretrained
 from .places import SHORT_NAMES
 from ..untrusted import json_value
 
 SHARD_BYTES = 5_000_000_000  # of one file of weights
 
 # %% auto #0
-__all__ = ['SHARD_BYTES', 'SHARD_DTYPES', 'BESIDE', 'TensorEntry', 'read_table', 'read_tensor', 'Adapter', 'ModelTensors',
-           'plan_shards', 'write_shards', 'write_config', 'copy_beside', 'write_beside']
+__all__ = ['SHARD_BYTES', 'SHARD_DTYPES', 'BESIDE', 'TensorEntry', 'read_table', 'read_tensor', 'ModelTensors', 'plan_shards',
+           'write_shards', 'write_config', 'copy_beside', 'write_beside']
 
 # %% ../../nbs/models/shards.ipynb #a335007
 SHARD_DTYPES = {
@@ -84,101 +83,50 @@ def read_tensor(name: str, entry: TensorEntry) -> Tensor:
     return tensor
 
 # %% ../../nbs/models/shards.ipynb #a335009
-_PLAIN: dict[str, tuple[Any, ...]] = {
-    # settings of an adapter that change what it computes, with the values that are understood
-    "peft_type": ("LORA",), "bias": ("none",), "lora_bias": (False, None), "use_qalora": (False, None),
-    "layer_replication": (None,), "trainable_token_indices": (None,),
-    "target_parameters": (None, []), "alora_invocation_tokens": (None,), "arrow_config": (None,),
-    "use_bdlora": (None, False), "velora_config": (None,), "monteclora_config": (None,),
-}  # fmt: skip
 _MOVES = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_ENDS = (".embed_tokens.", ".wte.", ".embed_in.", ".word_embeddings.", ".lm_head.", ".embed_out.")
 
 
-class Adapter:
-    """A LoRA adapter's folder, as peft writes it.
-
-    Args:
-        folder: with adapter_config.json and adapter_model.safetensors.
+def _merged_by_peft(place: str, folder: Path, own: Path, config: Any) -> dict[str, Tensor]:
+    """All weights of a model with an adapter in them, fp32.
 
     Raises:
-        ModelError: not readable, or of a kind that can't be added to weights one by one.
+        ModelError: the adapter is of another model, or merged it would be another model.
     """
+    from peft import PeftModel, get_peft_model_state_dict
+    from transformers import AutoModelForCausalLM
 
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
-        self.config = settings_in(self.folder / "adapter_config.json")
-        for key, known in _PLAIN.items():
-            if key in self.config and self.config[key] not in known:
-                raise ModelError(
-                    f"the adapter {str(folder)!r} has {key}={self.config[key]!r}, and only plain LoRA, rsLoRA and DoRA "
-                    "are added to weights here. Load it with its "
-                    "model in peft, merge_and_unload() it there, and name that folder."
-                )
-        if str(self.config.get("init_lora_weights")).lower().startswith(_MOVES):
-            raise ModelError(
-                f"the adapter {str(folder)!r} started as {self.config['init_lora_weights']!r}, which took a part out "
-                "of the frozen weights; on the weights as they "
-                "are it would be another model. Save it merged where it was trained."
-            )
-        self.table = read_table(self.folder / "adapter_model.safetensors")
-        self.parts: dict[str, dict[str, str]] = {}  # of a layer: what it has, by its last words
-        self.wholes: dict[str, str] = {}  # weights that the adapter replaces
-        for key in self.table:
-            name = key.removeprefix("base_model.model.")
-            layer, lora, part = name.partition(".lora_")
-            if lora:
-                self.parts.setdefault(layer, {})[part.removesuffix(".weight")] = key
-            else:
-                self.wholes[name] = key
-
-    def scale(self, layer: str, rank: int) -> float:
-        """α/r of a layer, or α/√r.
-
-        Args:
-            layer: its name.
-            rank: of its matrices.
-        """
-        alpha = float(self.config.get("lora_alpha") or 8)
-        for pattern, own in (self.config.get("alpha_pattern") or {}).items():
-            if re.match(rf"(.*\.)?({pattern})$", layer):
-                alpha = float(own)
-                break
-        return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
-
-    def pair(self, layer: str) -> tuple[Tensor, Tensor, float]:
-        """A [r, in], B [out, r] and the scale of a layer's change, fp32."""
-        parts = self.parts[layer]
-        kind = "embedding_" if "embedding_A" in parts else ""
-        a, b = (read_tensor(parts[f"{kind}{x}"], self.table[parts[f"{kind}{x}"]]).float() for x in "AB")
-        return a, b, self.scale(layer, a.shape[0])
-
-    def added(self, layer: str, weight: Tensor) -> Tensor:
-        """A layer's weight with the adapter in it, in the weight's number format."""
-        a, b, scale = self.pair(layer)
-        if a.ndim != 2 or b.ndim != 2:
-            raise ModelError(
-                f"the adapter {str(self.folder)!r} has matrices of {a.ndim} dimensions in {layer}, and only those of "
-                "linear layers and embeddings are understood."
-            )
-        flipped = bool(self.config.get("fan_in_fan_out")) or "embedding_A" in self.parts[layer]
-        change = (b @ a).mul_(scale)
-        change = change.T if flipped else change
-        if change.shape != weight.shape:
-            raise ModelError(
-                f"the adapter {str(self.folder)!r} changes {layer} by a matrix of {list(change.shape)}, and the model "
-                f"has {list(weight.shape)} there: it belongs to another model."
-            )
-        whole = weight.float() + change
-        if "magnitude_vector" in self.parts[layer]:
-            key = self.parts[layer]["magnitude_vector"]
-            rows = whole.T if flipped else whole
-            rows = rows * (read_tensor(key, self.table[key]).float().reshape(-1) / rows.norm(dim=1))[:, None]
-            whole = rows.T if flipped else rows
-        return whole.to(weight.dtype).contiguous()
+    keys = read_table(own / "adapter_model.safetensors").keys()
+    start = str(settings_in(own / "adapter_config.json").get("init_lora_weights"))
+    if start.lower().startswith(_MOVES):
+        raise ModelError(
+            f"the adapter {place!r} started as {start!r}, which took a part out of the frozen weights; on the weights "
+            "as they are it would be another model. Save it merged where it was trained."
+        )
+    end = next((k for k in keys if any(part in k for part in _ENDS)), None)
+    if end is not None and getattr(config, "tie_word_embeddings", False):
+        raise ModelError(
+            f"the adapter {place!r} changes {end}, a weight that both ends of the model share (tie_word_embeddings): "
+            "added to it, it would change the other end too, and the model would be another one. Use the adapter with "
+            "peft, or train without that layer."
+        )
+    model = pretrained(AutoModelForCausalLM, str(folder), dtype=torch.float32, use_safetensors=True)
+    try:
+        model = load_or_explain("adapter", place, lambda: PeftModel.from_pretrained(model, str(own)))
+    except ModelError as e:
+        raise ModelError(f"the adapter {place!r} doesn't fit its model {str(folder)!r}: is it another's? {e}") from e
+    strange = sorted(keys - get_peft_model_state_dict(model).keys())
+    if strange:
+        raise ModelError(
+            f"the adapter {place!r} changes {strange[0]}, and its model {str(folder)!r} has no such weight: it belongs "
+            "to another model."
+        )
+    state: dict[str, Tensor] = model.merge_and_unload().state_dict()
+    return state
 
 # %% ../../nbs/models/shards.ipynb #9269d681
-def _place_of(place: str) -> tuple[Adapter | None, Path, Path]:
-    """What a place holds: an adapter or None, the folder of the model's weights, and the place's own folder.
+def _place_of(place: str) -> tuple[Path | None, Path, Path]:
+    """What a place holds: an adapter's weights or None, the folder of the model's weights, and the place's own folder.
 
     Raises:
         ModelError: not on this machine, or without weights that can be read one by one.
@@ -208,7 +156,7 @@ def _place_of(place: str) -> tuple[Adapter | None, Path, Path]:
         why = f"isn't on this machine. Fetch it first: rlhf-nb get {base}"
         why = why if kind == "hub" else "is a GGUF file: weights are read from safetensors."
         raise ModelError(f"the adapter {place!r} belongs to {base!r}, which {why}")
-    return Adapter(where), Path(under).expanduser(), own
+    return own / "adapter_model.safetensors", Path(under).expanduser(), own
 
 
 def _config(folder: Path) -> Any:
@@ -260,21 +208,34 @@ class ModelTensors(Mapping[str, Tensor]):
         for file in _files(self.folder):
             self.table |= read_table(file)
         self.tied = _tied_heads(self.place, self.config, self.table)
-        self._layers, self._wholes = _matched_parts(self, self.adapter) if self.adapter is not None else ({}, {})
+        self._merged = {}
+        if self.adapter is not None:
+            self._merged = _merged_by_peft(self.place, self.folder, self.own, self.config)
+            if lacking := [n for n in self if n not in self._merged]:
+                raise ModelError(
+                    f"{lacking[0]} of {str(self.folder)!r} has another name once it is loaded, so the adapter "
+                    f"{self.place!r} can't be merged here. Save it merged where it was trained."
+                )
 
     def __getitem__(self, name: str) -> Tensor:
-        if name in self._wholes:
-            assert self.adapter is not None
-            key = self._wholes[name]
-            return read_tensor(key, self.adapter.table[key]).to(self.table[name].dtype)
-        tensor = read_tensor(name, self.table[name])
-        if name in self._layers:
-            assert self.adapter is not None
-            return self.adapter.added(self._layers[name], tensor)
-        return tensor
+        if self._merged:
+            return self._merged[name].to(self.table[name].dtype)
+        return read_tensor(name, self.table[name])
 
     def __iter__(self) -> Iterator[str]:
         return (n for n in self.table if n not in self.tied)
+
+    def written(self, dtype: torch.dtype | None = None) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Number format and shape of each tensor as `write_shards` takes them.
+
+        Args:
+            dtype: of what is no whole number; None: as it is.
+        """
+        return {
+            n: (dtype if dtype is not None and e.dtype.is_floating_point else e.dtype, e.shape)
+            for n, e in self.table.items()
+            if n not in self.tied
+        }
 
     def __len__(self) -> int:
         return len(self.table) - len(self.tied)
@@ -297,30 +258,6 @@ def _tied_heads(place: str, config: Any, table: Mapping[str, TensorEntry]) -> se
                 "it can't be told which are meant. Save the model again as it was loaded."
             )
     return set(heads)
-
-
-def _matched_parts(model: ModelTensors, adapter: Adapter) -> tuple[dict[str, str], dict[str, str]]:
-    """Which tensor each part of the adapter belongs to: {tensor: layer}, {tensor: key}."""
-    layers, wholes = dict[str, str](), dict[str, str]()
-    wanted = [(f"{layer}.weight", layer, layers) for layer in adapter.parts]
-    wanted += [(name, key, wholes) for name, key in adapter.wholes.items()]
-    for name, value, found in wanted:
-        here = [n for n in model.table if n == name] or [n for n in model.table if name.endswith(f".{n}")]
-        if len(here) != 1:
-            raise ModelError(
-                f"the adapter {model.place!r} changes {name}, and its model {str(model.folder)!r} has no such "
-                "weight: it belongs to another model."
-            )
-        if getattr(model.config, "tie_word_embeddings", False) and (
-            here[0].endswith(_EMBEDDINGS) or here[0] in model.tied
-        ):
-            raise ModelError(
-                f"the adapter {model.place!r} changes {here[0]}, a weight that both ends of the model share "
-                "(tie_word_embeddings): added to it, it would change the other end too, and the model would be "
-                "another one. Use the adapter with peft, or train without that layer."
-            )
-        found[here[0]] = value
-    return layers, wholes
 
 # %% ../../nbs/models/shards.ipynb #a335014
 _NAMES = {dtype: name for name, dtype in SHARD_DTYPES.items()}

@@ -75,8 +75,6 @@ def next_lines(leaves: str, model: Path, run: Path, began: str | None = None, da
     place, seen = shlex.quote(str(model)), f"report {shlex.quote(str(run))}"
     if leaves == "pairs":
         return [f"data {place} --for dpo", f"dpo model.name_or_path={shlex.quote(began or 'MODEL')} data.path={place}"]
-    if leaves == "reward":
-        return [f"attack {place} --data {shlex.quote(data or 'FILE')}", seen]
     if leaves != "policy":
         return [seen]
     files = ("chat_template.jinja", "tokenizer_config.json")

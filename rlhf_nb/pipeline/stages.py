@@ -628,7 +628,7 @@ class RLHFPipeline:
         results = collect_results(self.plan, self.judged)
         write_json(self.path / "results.json", results)
         if logged := find_runs(self.path, 1):
-            report(logged, self.path / "report.html", pngs=False)
+            report(logged, self.path / "report.html")
         return results
 
 # %% ../../nbs/pipeline/stages.ipynb #50ecbd7a

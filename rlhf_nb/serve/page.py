@@ -8,6 +8,8 @@ import hashlib
 from importlib import resources
 from typing import Any
 
+from ..widgets.touch import page_file
+
 # %% auto #0
 __all__ = ['STYLE', 'SCRIPT', 'page', 'policy', 'page_router']
 
@@ -17,7 +19,7 @@ def _file(name: str) -> str:
     return (resources.files("rlhf_nb") / "serve" / name).read_text(encoding="utf-8")
 
 
-STYLE, SCRIPT = _file("page.css"), _file("page.js")
+STYLE, SCRIPT = _file("page.css"), page_file("prose.js") + _file("page.js")
 
 
 def page(feedback: bool, keys: bool) -> str:

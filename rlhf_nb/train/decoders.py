@@ -7,12 +7,10 @@ from typing import Any
 
 from torch import nn
 
-from ..config import ModelConfig
 from ..core import ConfigError, decide_precision
 from ..data.worlds import FIRST_WORLD
 from ..decode.decoder import Decoder
 from ..decode.named import KINDS, DecoderConfig, make_decoder
-from ..models.load import load_causal_lm
 from ..rewards.base import RewardModelFn, Rewards
 from ..models.heads import RewardModel
 from .entries import build_rewards
@@ -49,7 +47,7 @@ def decoder_reward(said: Any, device: Any = "cpu", trust_remote_code: bool = Fal
 def load_decoder(
     config: DecoderConfig, rewards: Rewards | None = None, device: str = "auto", trust_remote_code: bool = False
 ) -> Decoder:
-    """The decoder that settings describe, with the models they name.
+    """The decoder that settings describe, with the reward they name.
 
     Args:
         config: of the decoder.
@@ -57,14 +55,9 @@ def load_decoder(
         device: auto, cpu, mps or cuda.
         trust_remote_code: run Python code that comes with models.
     """
-    place = decide_precision(device)
     if config.reward is not None and KINDS[config.kind].rewarded:
-        rewards = decoder_reward(config.reward, place.device, trust_remote_code)
-    named, second = config.draft if config.kind == "speculative" else None, None
-    if named not in (None, "look-up", "reference"):
-        where = ModelConfig(name_or_path=named, trust_remote_code=trust_remote_code)
-        second = load_causal_lm(where, place, trainable=False)
-    return make_decoder(config, rewards, second)
+        rewards = decoder_reward(config.reward, decide_precision(device).device, trust_remote_code)
+    return make_decoder(config, rewards)
 
 
 def check_learnable(decoder: Decoder, config: DecoderConfig, method: str, imitates: bool) -> None:
@@ -81,7 +74,7 @@ def check_learnable(decoder: Decoder, config: DecoderConfig, method: str, imitat
     if not decoder.keeps_policy and not imitates:
         raise ConfigError(
             f"decoder={config}: {method} takes the gradient of what the policy itself says, and these answers were "
-            "chosen, held to a form or cut, so the gradient would be another one. Use decoder=speculative or plain; "
+            "chosen, held to a form or cut, so the gradient would be another one. Use decoder=plain; "
             "raft and online-dpo learn from any answers."
         )
 

@@ -115,7 +115,7 @@ class OnlineConfig(RewardPart, TextConfig):
     sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="how answers are drawn")
     decoder: DecoderConfig = option(
         _PLAIN,
-        "how answers are made from draws; plain, speculative, and for raft and online-dpo best_of_n:16, ...",
+        "how answers are made from draws; plain, and for raft and online-dpo best_of_n:16, ...",
     )
     episodes: EpisodeConfig = option(EpisodeConfig(), "an environment that replies to the policy, tools, and limits")
     rollouts: RolloutsConfig = option(RolloutsConfig(), "how far drawing runs ahead of learning while rewards wait")

@@ -375,8 +375,9 @@ async function board(host) {
     show(false);
     return said;
   });
-  const note = el("p", "rb-note"), home = el("div"), away = el("div");
+  const note = el("p", "rb-note"), home = el("div"), away = el("div"), way = el("p", "rb-note");
   note.setAttribute("role", "status");
+  home.append(way);
   host.append(note, home, away);
   const go = (runs, by = "step", pooled = true) => {
     location.hash = new URLSearchParams([...runs.map(r => ["run", r]), ["by", by], ["pooled", pooled ? 1 : 0]]).toString();
@@ -393,6 +394,7 @@ async function board(host) {
         if (mine !== turn) return;
         document.title = `Runs in ${told.folder}`;
         table.update(told.runs, told.experiments);
+        if (told.labels && !way.childNodes.length) { const a = el("a", "", "label pairs of answers"); a.href = `label${location.search}`; way.append(a); }
       } else {
         const query = [...at], told = await ask("compare", query);
         if (mine !== turn) return;

@@ -12,7 +12,9 @@ from urllib.parse import parse_qs, urlsplit
 
 from ..core import RunError, printable
 from ..run.control import start_fork
+from ..files import read_regular
 from ..untrusted import Unreadable, json_value
+from .collect import LabelDesk, read_pairs
 from .html import escape
 from .report import listen
 from .runs import Runs, experiments, remarks_of
@@ -26,19 +28,24 @@ _RULE = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 's
 _RULE += "form-action 'none'; frame-ancestors 'none'"
 
 
-def _page(folder: Path) -> str:
-    """The page, which its script fills."""
-    title = escape(f"Runs in {folder}")
+def _page(title: str, what: str, kind: str) -> str:
+    """A page that its script fills.
+
+    Args:
+        title: HTML.
+        what: which style and script.
+        kind: the class of what they fill.
+    """
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<title>{title}</title><link rel="stylesheet" href="board.css"></head>'
+        f'<title>{title}</title><link rel="stylesheet" href="{what}.css"></head>'
         f'<body><main class="rb-page"><h1>{title}</h1>'
-        '<div class="rc-board"></div></main><script type="module" src="board.js"></script></body></html>'
+        f'<div class="{kind}"></div></main><script type="module" src="{what}.js"></script></body></html>'
     )
 
 
-def _told(runs: Runs, path: str) -> tuple[str, str] | None:
+def _told(runs: Runs, path: str, desk: LabelDesk | None = None) -> tuple[str, str] | None:
     """Kind and text of what is at an address; None: nothing is."""
     parts = urlsplit(path)
     asked = parse_qs(parts.query)
@@ -47,16 +54,26 @@ def _told(runs: Runs, path: str) -> tuple[str, str] | None:
         return asked.get(name, [otherwise])[0]
 
     if parts.path == "/":
-        return "text/html; charset=utf-8", _page(runs.folder)
+        return "text/html; charset=utf-8", _page(escape(f"Runs in {runs.folder}"), "board", "rc-board")
+    if parts.path == "/label" and desk:
+        return "text/html; charset=utf-8", _page("Which answer is better?", "label", "rl-label")
+    if parts.path == "/label.js":
+        return "text/javascript; charset=utf-8", page_file("prose.js") + page_file("label.js")
     if parts.path == "/board.js":
         return "text/javascript; charset=utf-8", module_text("board.js")
-    if parts.path == "/board.css":
+    if parts.path in ("/board.css", "/label.css"):
         frame = ":root{color-scheme:light dark}body{margin:0 auto;padding:4px 16px;max-width:2560px}"
         frame += "body{background:Canvas;color:CanvasText}"
-        return "text/css; charset=utf-8", frame + page_file("charts.css") + page_file("board.css")
+        styles = ("charts.css", "board.css") if parts.path == "/board.css" else ("label.css",)
+        return "text/css; charset=utf-8", frame + "".join(map(page_file, styles))
     if parts.path == "/api/runs":
         rows = runs.rows()
-        told: object = {"folder": printable(str(runs.folder)), "runs": rows, "experiments": experiments(rows)}
+        told: object = {"folder": printable(str(runs.folder)), "runs": rows, "experiments": experiments(rows),
+                        "labels": desk is not None}  # fmt: skip
+    elif parts.path == "/api/label" and desk:
+        told = desk.queue(first("who")).told()
+    elif parts.path == "/api/labels" and desk:
+        return "text/plain; charset=utf-8", desk.rows(first("format", "preference"))
     elif parts.path == "/api/compare":
         names = asked.get("run", [])[:40]
         try:
@@ -71,7 +88,7 @@ def _told(runs: Runs, path: str) -> tuple[str, str] | None:
     return "application/json", json.dumps(told, allow_nan=False)
 
 
-def _change(runs: Runs, body: bytes) -> tuple[str, str]:
+def _change(runs: Runs, body: bytes, desk: LabelDesk | None = None, steer: bool = True) -> tuple[str, str]:
     """Do what a person asked for on the page: notes and tags, a request to a run, a fork; returns what is said.
 
     Raises:
@@ -82,6 +99,12 @@ def _change(runs: Runs, body: bytes) -> tuple[str, str]:
         name, request = str(told["run"]), str(told["request"])
     except (Unreadable, TypeError, KeyError) as error:
         raise RunError("name a run and a request") from error
+    if request == "label" and desk:
+        queue = desk.queue(str(told.get("who", "")))
+        queue.take(told.get("message"))
+        return "application/json", json.dumps(queue.told())
+    if not steer:
+        raise RunError("this address may look and label; the board tells another one when it was started with --steer")
     place = runs.place(name)
     if request == "remark":
         tags = [t.strip() for t in str(told.get("tags", "")).split(",") if t.strip()]
@@ -101,9 +124,16 @@ def _change(runs: Runs, body: bytes) -> tuple[str, str]:
     return "text/plain; charset=utf-8", printable(said)
 
 
+def _desk(pairs: Path) -> LabelDesk:
+    """Where the pairs of a file are labelled, with the guideline beside it."""
+    beside = pairs.with_name("guideline.md")
+    text = read_regular(beside, 1 << 16).decode("utf-8", "replace") if beside.is_file() else ""
+    return LabelDesk(read_pairs(pairs), pairs.with_suffix(".labels.jsonl"), guideline=text, repeats=0.1)
+
+
 def serve_board(
     folder: str | Path = "runs", port: int = 8765, host: str = "127.0.0.1", block: bool = True,
-    say: Callable[[str], None] | None = print, steer: bool = False,
+    say: Callable[[str], None] | None = print, steer: bool = False, label: str | Path | None = None,
 ) -> ThreadingHTTPServer:  # fmt: skip
     """Serve a page with all runs of a folder, to be looked at and compared.
 
@@ -114,6 +144,8 @@ def serve_board(
         block: False returns at once; the server then runs in a thread, until `server.shutdown()`.
         say: is told the address.
         steer: who has the address that is told may write notes and tags, ask runs for things, and fork them.
+        label: a file of pairs, which people label at `/label` into `NAME.labels.jsonl` beside it; a `guideline.md`
+            beside it is shown to them. Who has the address that is told may do that.
 
     Raises:
         RunError: there is no such folder, or the port is taken.
@@ -125,16 +157,17 @@ def serve_board(
     def answer(path: str) -> tuple[str, str] | None:
         if secret and not secrets.compare_digest(path[: len(secret) + 2].encode(), f"/{secret}/".encode()):
             return None
-        return _told(runs, path[len(secret) + 1 :] if secret else path)
+        return _told(runs, path[len(secret) + 1 :] if secret else path, desk)
 
-    word = secrets.token_urlsafe(12) if steer else ""
+    desk = _desk(Path(label)) if label else None
+    word = secrets.token_urlsafe(12) if steer or desk else ""
 
     def change(path: str, given: str, body: bytes) -> tuple[str, str] | None:
         if path != f"/{secret}/api/change".replace("//", "/"):
             return None
         if not (word and secrets.compare_digest(given.encode("utf-8", "replace"), word.encode())):
             raise RunError("this address may only look; the board tells another one when it was started with --steer")
-        return _change(runs, body)
+        return _change(runs, body, desk, steer)
 
     at = (f"{secret}/" if secret else "") + (f"?word={word}" if word else "")
     return listen("runs", answer, port, host, block, say, _RULE, at, change)

@@ -3,6 +3,7 @@
 # %% ../../nbs/widgets/collect.ipynb #4f0f7973
 from __future__ import annotations
 
+import json
 import random
 import threading
 import time
@@ -13,22 +14,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core import ConfigError, DataError, RunError, check_choice, derive_seed
-from ..data.formats import prompt_text
+from ..core import ConfigError, DataError, RunError, check_choice, derive_seed, printable
+from ..data.formats import prompt_text, to_rows
+from ..data.readers import read_rows
 from ..data.sources import collate_preferences, tokenize_preferences
 from ..evaluate.policy import wilson_interval
 from ..rollout.sampler import eval_mode
+from ..untrusted import Unreadable, json_value
 from .html import escape, table_html
-from .kernel import show_live
-from .labels import AnnotatorAgreement, Answers, Label, LabelStore, Pair, annotator_agreement
-from .labels import export_preferences, make_pairs, tally, to_preferences
+from .kernel import attended, show_live
+from rlhf_nb.widgets.labels import (
+    LABEL_FORMATS, AnnotatorAgreement, Answers, Label, LabelStore, Pair, annotator_agreement, export_preferences,
+    label_rows, make_pairs, tally, to_preferences,
+)  # fmt: skip
+from .touch import inert_json, page_file
 
 # %% auto #0
-__all__ = ['KEYS', 'LabelQueue', 'unsureness', 'least_sure', 'pair_margins', 'pair_html', 'progress_html', 'summary_rows',
-           'PreferenceCollector']
+__all__ = ['KEYS', 'REASONS', 'LabelQueue', 'unsureness', 'least_sure', 'pair_margins', 'pair_html', 'summary_rows',
+           'PreferenceCollector', 'labelling_code', 'read_pairs', 'LabelDesk']
 
 # %% ../../nbs/widgets/collect.ipynb #cb12e9da
 KEYS = {"a": "A", "b": "B", "t": "tie", "x": "both bad", "s": "skip", "u": "undo", "o": "open"}
+REASONS = ("more correct", "more helpful", "clearer", "better style", "shorter", "safer")
 
 
 class LabelQueue:
@@ -42,14 +49,20 @@ class LabelQueue:
         shuffle: False asks in the given order.
         fold: characters from which an answer is closed until opened.
         least_seconds: a key that comes sooner after a pair appeared is not a decision about it.
+        guideline: stands beside the pairs; Markdown.
+        reasons: up to nine, one key each.
+        repeats: share of the decided pairs that come once more, at least 20 labels later and with sides exchanged: how
+            far does a person agree with themselves?
 
     Raises:
         DataError: no pairs.
     """
 
+    GAP = 20
+
     def __init__(
         self, pairs: Sequence[Pair], store: LabelStore, seed: int = 0, shuffle: bool = True, fold: int = 1500,
-        least_seconds: float = 0.15,
+        least_seconds: float = 0.15, guideline: str = "", reasons: Sequence[str] = REASONS, repeats: float = 0.0,
     ) -> None:  # fmt: skip
         if not pairs:
             raise DataError(
@@ -57,21 +70,30 @@ class LabelQueue:
             )
         self.pairs = {p.id: p for p in pairs}
         self.store, self.seed, self.fold, self.least_seconds = store, seed, fold, least_seconds
+        self.guideline, self.reasons, self.repeats = guideline, tuple(reasons[:9]), repeats
         self.order = list(self.pairs)
         if shuffle:
             random.Random(derive_seed("label order", seed)).shuffle(self.order)
-        self.message, self.opened, self.since = "", False, 0.0
+        self.message, self.opened, self.since, self.turn = "", False, 0.0, 0
         self.current: Pair | None = None
+        self.again = False  # the current pair was decided before
         self.advance()
 
     def advance(self) -> None:
-        """Go to the first pair in the order that has no label."""
-        done = {x.pair.id for x in self.store.labels(self.store.annotator)}
-        self.show(next((self.pairs[k] for k in self.order if k not in done), None))
+        """Go to a pair that is to be repeated, or to the first in the order that has no label."""
+        who = self.store.annotator
+        mine = [x.pair.id for x in self.store.labels(who) if x.pair.id in self.pairs and x.verdict != "skip"]
+        twice, done = ({x.pair.id for x in self.store.labels(who, again=again)} for again in (True, False))
+        waiting = next((k for k in self.order if k not in done), None)
+        late = mine if waiting is None else mine[: -self.GAP]
+        chance = self.repeats * 2**32
+        due = [k for k in late if k not in twice and derive_seed("repeat", self.seed, who, k) % 2**32 < chance]
+        key = due[0] if due else waiting
+        self.show(None if key is None else self.pairs[key], again=bool(due))
 
-    def show(self, pair: Pair | None) -> None:
+    def show(self, pair: Pair | None, again: bool = False) -> None:
         """Put a pair before the labeller; its clock starts when both answers can be read."""
-        self.current = pair
+        self.current, self.again, self.turn = pair, again, self.turn + 1
         self.opened = pair is None or max(len(pair.first), len(pair.second)) <= self.fold
         self.since = time.monotonic()
 
@@ -79,7 +101,8 @@ class LabelQueue:
     def swapped(self) -> bool:
         """Whether the current pair's second answer is on the left."""
         assert self.current is not None
-        return derive_seed("sides", self.seed, self.store.annotator, self.current.id) % 2 == 1
+        coin = derive_seed("sides", self.seed, self.store.annotator, self.current.id) % 2 == 1
+        return coin != self.again
 
     @property
     def sides(self) -> tuple[str, str]:
@@ -99,15 +122,56 @@ class LabelQueue:
         self.order = [k for k in dict.fromkeys([*front, *self.order]) if k in self.pairs]
         self.advance()
 
-    def press(self, key: str) -> str:
-        """What a key does; returns a sentence about it, which is also in `message`."""
+    def press(self, key: str, seconds: float | None = None, reasons: Sequence[str] = ()) -> str:
+        """What a key does; returns a sentence about it, which is also in `message`.
+
+        Args:
+            key: one of `KEYS`.
+            seconds: since the pair could be read, by the clock of who pressed; None, or more than have passed here: by
+                this one.
+            reasons: of the decision.
+        """
+        here = time.monotonic() - self.since
+        waited = here if seconds is None or not 0 <= seconds <= here else seconds
         try:
-            self.message = self._pressed(key.lower(), time.monotonic() - self.since)
+            self.message = self._pressed(key.lower(), waited, [r for r in reasons if r in self.reasons])
         except RunError as error:  # the disk is full, the file was cut: said on the screen, and the pair stays
             self.message = str(error)
         return self.message
 
-    def _pressed(self, key: str, waited: float) -> str:
+    def take(self, said: Any) -> str:
+        """A page's message: a key or a note, and the pair that was on the screen; returns a sentence about it.
+
+        Args:
+            said: `pair` (an id), `key` or `note`, `seconds`, `reasons`.
+        """
+        told = said if isinstance(said, dict) else {}
+        if told.get("pair") != (self.current.id if self.current else ""):
+            self.message = "That was about another pair, and doesn't count; here is the next."
+        elif isinstance(told.get("note"), str):
+            self.message = self.add_note(told["note"][:2000])
+        else:
+            seconds, reasons = told.get("seconds"), told.get("reasons")
+            clock = float(seconds) if isinstance(seconds, int | float) and abs(seconds) < 1e9 else None
+            self.press(str(told.get("key"))[:9], clock, reasons if isinstance(reasons, list) else ())
+        return self.message
+
+    def told(self) -> dict[str, Any]:
+        """What a page shows, as plain values: what was written by others is text there."""
+        pair = self.current
+        left, right = self.sides if pair and self.opened else ("", "")
+        asked = prompt_text(pair.prompt) if pair else ""
+        texts = {"who": self.store.annotator, "prompt": asked, "left": left.strip(), "right": right.strip()}
+        texts |= {
+            "message": self.message,
+            "guideline": self.guideline,
+            "note": self.store.note_on(pair) if pair else "",
+        }
+        counts = {"done": self.done, "total": len(self.pairs), "turn": self.turn, "opened": self.opened}
+        lists = {"keys": KEYS, "reasons": [printable(r) for r in self.reasons], "formats": LABEL_FORMATS}
+        return {k: printable(v) for k, v in texts.items()} | counts | lists | {"pair": pair.id if pair else ""}
+
+    def _pressed(self, key: str, waited: float, reasons: Sequence[str]) -> str:
         """The key's work, as a sentence."""
         if key not in KEYS:
             return f"{key!r} means nothing here; the keys are {', '.join(KEYS)}."
@@ -123,14 +187,9 @@ class LabelQueue:
             return "Open both answers first (o): they are long, and a label is about the whole of both."
         if waited < self.least_seconds:
             return f"That was {waited:.2f} s after the pair appeared, too soon to be about it; not counted."
-        return self._decide(key, waited)
-
-    def _decide(self, key: str, waited: float) -> str:
-        """Store a label, then go on."""
-        assert self.current is not None
         left, right = ("second", "first") if self.swapped else ("first", "second")
         verdict = {"a": left, "b": right, "t": "tie", "x": "both_bad", "s": "skip"}[key]
-        self.store.add(self.current, verdict, self.swapped, waited)
+        self.store.add(self.current, verdict, self.swapped, waited, reasons, self.again)
         self.advance()
         return f"Stored: {KEYS[key]}."
 
@@ -141,7 +200,7 @@ class LabelQueue:
             return "There is no label to take back."
         if label.pair.id not in self.pairs:
             return "Taken back: the last label, of a pair that is not in this queue."
-        self.show(self.pairs[label.pair.id])
+        self.show(self.pairs[label.pair.id], label.again)
         return "Taken back; here is the pair again."
 
     def add_note(self, text: str) -> str:
@@ -244,35 +303,14 @@ def _model_margins(model: Any, pairs: Sequence[Pair], tokenizer: Any) -> Tensor:
     return scores[0::2] - scores[1::2]
 
 # %% ../../nbs/widgets/collect.ipynb #fa3ffc67
-def _answer_html(name: str, text: str, opened: bool) -> str:
-    """The table cell of one answer, under its letter; a long one stays closed."""
-    body = escape(text.strip()) if opened else "<i>closed: long; press o to open both</i>"
-    style = "width:50%;vertical-align:top;text-align:left;padding:8px 12px;border:1px solid rgba(128,128,128,.4)"
-    head = f'<div style="opacity:.6;font-size:85%">{name}</div>'
-    return f'<td style="{style};white-space:pre-wrap">{head}{body}</td>'
-
-
 def pair_html(queue: LabelQueue) -> str:
-    """The current pair, or that there is none; readable on light and dark."""
-    if queue.current is None:
-        return f"<p><b>All {len(queue.pairs)} pairs are labelled.</b> The next cell can train on them.</p>"
-    left, right = queue.sides
-    cells = _answer_html("A", left, queue.opened) + _answer_html("B", right, queue.opened)
-    prompt = f'<div style="white-space:pre-wrap;padding:4px 0 8px">{escape(prompt_text(queue.current.prompt))}</div>'
-    return (
-        f'{prompt}<table style="width:100%;border-collapse:collapse;table-layout:fixed"><tr '
-        f'style="background:none">{cells}</tr></table>'
-    )
-
-
-def progress_html(queue: LabelQueue) -> str:
-    """How many of the pairs this person has labelled, in words and as a bar."""
-    share = queue.done / len(queue.pairs)
-    bar = (
-        '<div style="height:4px;background:rgba(128,128,128,.25)"><div '
-        f'style="height:4px;width:{share:.1%};background:#0072B2"></div></div>'
-    )
-    return f"<div>{escape(queue.store.annotator)}: {queue.done} of {len(queue.pairs)} pairs</div>{bar}"
+    """The current pair as it stays in a saved page, or that there is none."""
+    told = queue.told()
+    if not told["pair"]:
+        return f"<p><b>All {told['total']} pairs are labelled.</b> The next cell can train on them.</p>"
+    shown = (told["left"], told["right"]) if told["opened"] else ("closed: long", "closed: long")
+    sides = table_html([dict(zip("AB", shown))])
+    return f'<div style="white-space:pre-wrap">{escape(told["prompt"])}{sides}</div>'
 
 
 def summary_rows(labels: Sequence[Label]) -> list[dict[str, Any]]:
@@ -294,11 +332,11 @@ def summary_rows(labels: Sequence[Label]) -> list[dict[str, Any]]:
 
 # %% ../../nbs/widgets/collect.ipynb #d2648cf8
 class PreferenceCollector:
-    """A person labels pairs of answers with keyboard or mouse;
-    every label is on the disk before the next pair is shown.
+    """A person labels pairs of answers with keyboard or mouse; every label is on the disk before the next pair is
+    shown. A table where there is no front end.
 
-    Keys: a, b (the better one), t (tie), x (both bad), s (skip), u (undo), o (open long answers). A table where there
-    is no front end.
+    Keys: a, b (the better one), t (tie), x (both bad), s (skip), u (undo), o (open long answers); 1 to 9 for reasons,
+    d for the differences of the answers, m for their plain text.
 
     Args:
         prompts: texts, messages or rows; or pairs of `make_pairs`.
@@ -320,8 +358,8 @@ class PreferenceCollector:
         self.queue = LabelQueue(self.pairs, self.store, seed, **options)
         self._lock = threading.RLock()  # keys may arrive in another thread than cells
         self._parts: dict[str, Any] = {}
-        self._seen = ""  # of the field
-        self._handle: Any = None
+        self._place = f"rlhf-nb-labels-{id(self):x}-{time.monotonic_ns():x}"
+        self._handles: list[Any] = []
 
     def labels(self) -> list[Label]:
         """Everybody's standing labels in the file."""
@@ -332,13 +370,13 @@ class PreferenceCollector:
         """The labels as rows for `RewardTrainer(rows=...)`; see `to_preferences`."""
         return to_preferences(self.labels(), ties)
 
-    def export(self, path: str | Path, ties: str = "drop") -> int:
+    def export(self, path: str | Path, ties: str = "drop", format: str = "preference") -> int:
         """Write them to a file; see `export_preferences`."""
-        return export_preferences(self.labels(), path, ties)
+        return export_preferences(self.labels(), path, ties, format)
 
     def agreement(self) -> list[AnnotatorAgreement]:
-        """How far people agree; see `cohen_kappa`."""
-        return annotator_agreement(self.labels())
+        """How far people agree, with each other and with themselves; see `cohen_kappa`."""
+        return annotator_agreement([*self.labels(), *self.store.labels(again=True)])
 
     def tally(self) -> list[dict[str, Any]]:
         """Which policy won how often; look at it when you are done, the comparison is blind only until then."""
@@ -361,7 +399,7 @@ class PreferenceCollector:
                 self.refresh()
 
     def press(self, keys: str) -> str:
-        """Press keys one after the other, as the field does; returns the last message."""
+        """Press keys one after the other; returns the last message."""
         with self._lock:
             for key in keys:
                 if not key.isspace():
@@ -399,17 +437,24 @@ class PreferenceCollector:
             return count
 
     def refresh(self) -> None:
-        """Set the texts of the widgets, if there are any; plain attributes only."""
-        if parts := self._parts:
-            parts["progress"].value = progress_html(self.queue)
-            parts["pair"].value = pair_html(self.queue)
-            parts["message"].value = f'<span style="opacity:.75">{escape(self.queue.message) or "&nbsp;"}</span>'
+        """Tell the page, if there is one."""
+        if self._parts:
+            self._parts["told"].value = f'<pre hidden data-for="{self._place}">{inert_json(self.queue.told())}</pre>'
 
     @property
     def widget(self) -> Any:
-        """The widget, made at the first look: core ipywidgets, valid in 7.7 and 8."""
+        """What carries keys and states, made at the first look: core ipywidgets, valid in 7.7 and 8. The page's script
+        draws."""
         if not self._parts:
-            self._parts = _build(self)
+            import ipywidgets as w
+
+            self._parts = {"told": w.HTML(), "keys": w.Text(description="keys")}
+            self._parts["finish"] = w.Button(description="Finish", tooltip="a table takes the labeller's place")
+            self._parts["finish"].on_click(lambda _: self.finish())
+            for kind in ("rl-keys", self._place):
+                self._parts["keys"].add_class(kind)
+            self._parts["keys"].observe(lambda change: self.typed(change["new"]), names="value")
+            self._parts["box"] = w.VBox([self._parts[k] for k in ("keys", "told", "finish")])
             self.refresh()
         return self._parts["box"]
 
@@ -423,66 +468,88 @@ class PreferenceCollector:
         return table + how + pair_html(self.queue)
 
     def finish(self) -> None:
-        """Put the still in the widget's place, so that the saved notebook holds it;
-        labelling goes on by showing the collector again.
+        """Put the still in the labeller's place, so that the saved notebook holds it; labelling goes on by showing the
+        collector again.
         """
-        if self._handle is not None:
-            self._handle.update({"text/html": self.static_html(), "text/plain": repr(self)}, raw=True)
+        for handle, html in zip(self._handles, (self.static_html(), "")):
+            handle.update({"text/html": html, "text/plain": repr(self) if html else ""}, raw=True)
 
     def typed(self, text: str) -> None:
-        """The field's new content: what is new at its end was pressed; a character deleted takes a label back."""
+        """A message of the page, as JSON; see `LabelQueue.take`."""
         with self._lock:
-            old, self._seen = self._seen, text
-            if text.startswith(old):
-                self.press(text[len(old) :])
-            elif old.startswith(text):
-                self.press("u")
-            else:
-                self.press(text[-1:])
-
-    def write_note(self, text: str) -> None:
-        """Store a remark on the current pair, and show what became of it."""
-        with self._lock:
-            self.queue.message = self.queue.add_note(text)
+            try:
+                self.queue.take(json_value(text.encode()))
+            except Unreadable as error:
+                self.queue.message = str(error)
             self.refresh()
 
     def __repr__(self) -> str:
         return f"PreferenceCollector({self.queue.done} of {len(self.pairs)} pairs labelled by {self.store.annotator})"
 
     def _ipython_display_(self) -> None:
-        self._handle = show_live(lambda: self.widget, self.static_html(), repr(self))
+        """The place where the page draws, and below it what carries keys; without a front end, the still."""
+        from IPython.display import display
+
+        handle = None
+        if attended():
+            place = {"text/html": f'<div class="rl-label" id="{self._place}"></div>{labelling_code()}'}
+            handle = display(place | {"text/plain": ""}, raw=True, display_id=True)
+        self._handles = [x for x in (show_live(lambda: self.widget, self.static_html(), repr(self)), handle) if x]
 
 # %% ../../nbs/widgets/collect.ipynb #ef873553
-def _build(collector: PreferenceCollector) -> dict[str, Any]:
-    """The collector's widgets by name."""
-    import ipywidgets as w
+def labelling_code() -> str:
+    """Style and script of the labeller as HTML."""
+    script = page_file("prose.js") + page_file("label.js")
+    return f'<style>{page_file("label.css")}</style><script type="module">{script}</script>'
 
-    parts: dict[str, Any] = {name: w.HTML() for name in ("progress", "pair", "message")}
-    wide = w.Layout(flex="1 1 auto")
-    parts["keys"] = keys = w.Text(placeholder="click here, then a b t x s u", layout=w.Layout(width="16em"))
-    hint = "note on this pair; Enter stores it"
-    parts["note"] = note = w.Text(placeholder=hint, continuous_update=False, layout=wide)
 
-    def clicked(key: str) -> None:
-        collector.press(key)
-        if hasattr(keys, "focus"):  # ipywidgets 8 can give the keyboard back to the field
-            keys.focus()
+def read_pairs(path: str | Path) -> list[Pair]:
+    """Pairs in a file: rows with two different answers to a prompt, in any shape that preferences have.
 
-    def noted(change: Mapping[str, Any]) -> None:
-        if change["new"].strip():
-            collector.write_note(change["new"])
-            note.value = ""
+    Args:
+        path: as `data.path`; what was chosen before stays unseen.
 
-    for key, name in KEYS.items():
-        parts[key] = w.Button(description=f"{name} ({key})", tooltip=f"key {key}", layout=w.Layout(width="auto"))
-        parts[key].on_click(lambda _, key=key: clicked(key))
-    hint = "a table takes the place of the buttons"
-    parts["finish"] = w.Button(description="Finish", tooltip=hint, layout=w.Layout(width="auto"))
-    parts["finish"].on_click(lambda _: collector.finish())
-    keys.observe(lambda change: collector.typed(change["new"]), names="value")
-    note.observe(noted, names="value")
-    for name in ("progress", "pair", "message", "keys", "note"):
-        parts[name].add_class(f"rlhf-{name}")
-    row = w.HBox([keys, *(parts[key] for key in KEYS), parts["finish"]], layout=w.Layout(flex_flow="row wrap"))
-    parts["box"] = w.VBox([parts["progress"], parts["pair"], row, note, parts["message"]])
-    return parts
+    Raises:
+        DataError: no row is such a pair.
+    """
+    rows = to_rows(read_rows(path), "preference")
+    told = [(r["prompt"], prompt_text(r["chosen"]), prompt_text(r["rejected"])) for r in rows]
+    found = [Pair(*texts, ("chosen", "rejected")) for texts in told]
+    return [p for p in found if p.first.strip() != p.second.strip() and p.first.strip() and p.second.strip()]
+
+
+class LabelDesk:
+    """Several people who label the same pairs into one file: what a page without a kernel asks.
+
+    Args:
+        pairs: what to label.
+        path: of the labels.
+        options: of `LabelQueue`.
+    """
+
+    MOST = 200  # people
+
+    def __init__(self, pairs: Sequence[Pair], path: str | Path, **options: Any) -> None:
+        self.pairs, self.path, self.options = list(pairs), path, options
+        self.queues: dict[str, LabelQueue] = {}
+
+    def queue(self, who: str) -> LabelQueue:
+        """A person's queue.
+
+        Args:
+            who: their name.
+
+        Raises:
+            RunError: there are too many.
+        """
+        name = " ".join(printable(who).split())[:80]
+        if name not in self.queues:
+            if len(self.queues) >= self.MOST:
+                raise RunError(f"{self.MOST} people label here already: start another board for further ones")
+            self.queues[name] = LabelQueue(self.pairs, LabelStore(self.path, name), **self.options)
+        return self.queues[name]
+
+    def rows(self, format: str, ties: str = "drop") -> str:
+        """Everybody's labels as JSON lines; see `label_rows`."""
+        made = label_rows(LabelStore(self.path).labels(), format, ties)
+        return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in made)

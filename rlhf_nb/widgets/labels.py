@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from ..config import SamplingConfig
 from ..core import ConfigError, DataError, RunError, check_choice, derive_seed
+from ..data.formats import prompt_text
 from ..data.sources import prompt_batch
 from ..evaluate.policy import win_rate
 from ..files import write_whole
@@ -28,8 +29,9 @@ from ..run.log import append_line
 from ..untrusted import Unreadable, json_lines, mend
 
 # %% auto #0
-__all__ = ['Answers', 'VERDICTS', 'Pair', 'make_pairs', 'answers_of', 'Label', 'LabelStore', 'AnnotatorAgreement', 'cohen_kappa',
-           'annotator_agreement', 'to_preferences', 'tally', 'export_preferences']
+__all__ = ['Answers', 'VERDICTS', 'LABEL_FORMATS', 'Pair', 'make_pairs', 'answers_of', 'Label', 'LabelStore',
+           'AnnotatorAgreement', 'cohen_kappa', 'annotator_agreement', 'to_preferences', 'tally', 'label_rows',
+           'export_preferences']
 
 # %% ../../nbs/widgets/labels.ipynb #72ebeaa7
 @dataclass(frozen=True)
@@ -137,6 +139,8 @@ class Label:
     seconds: float  # it took, from when both answers were shown
     swapped: bool  # whether `second` was shown on the left (A)
     note: str = ""
+    reasons: tuple[str, ...] = ()
+    again: bool = False  # the same person was asked a second time, without being told; the first answer stands
 
 # %% ../../nbs/widgets/labels.ipynb #df8ff93b
 def _text(value: Any) -> str:
@@ -199,13 +203,16 @@ class LabelStore:
 
     def _take(self, e: dict[str, Any]) -> None:
         """One event; types of a later version are passed over."""
-        if e["type"] == "label":
+        if e["type"] in ("label", "repeat"):
             if e["verdict"] not in VERDICTS:
                 raise ValueError(e["verdict"])
             one, two = map(str, e["sources"])
             pair = Pair(_prompt(e["prompt"]), _text(e["first"]), _text(e["second"]), (one, two))
             about = (e["verdict"], _text(e["annotator"]), float(e["time"]), float(e["seconds"]), bool(e["swapped"]))
-            self._labels[_text(e["id"])] = Label(e["id"], pair, *about)
+            reasons = e.get("reasons")
+            kept = tuple(map(_text, reasons[:9])) if isinstance(reasons, list) else ()
+            label = Label(_text(e["id"]), pair, *about, reasons=kept, again=e["type"] == "repeat")
+            self._labels[label.id] = label
         elif e["type"] == "undo":
             self._undone.add(_text(e["undoes"]))
         elif e["type"] == "note":
@@ -220,7 +227,10 @@ class LabelStore:
         self.refresh()
         return str(event["id"])
 
-    def add(self, pair: Pair, verdict: str, swapped: bool = False, seconds: float = 0.0) -> Label:
+    def add(
+        self, pair: Pair, verdict: str, swapped: bool = False, seconds: float = 0.0, reasons: Sequence[str] = (),
+        again: bool = False,
+    ) -> Label:  # fmt: skip
         """Store a decision; a second one on the same pair replaces the first.
 
         Args:
@@ -228,6 +238,8 @@ class LabelStore:
             verdict: one of `VERDICTS`, about the pair's own order, not the one on the screen.
             swapped: whether `pair.second` stood on the left.
             seconds: it took.
+            reasons: up to nine short ones.
+            again: it is a second answer of the same person, which takes no label's place.
 
         Raises:
             DataError: an unknown verdict.
@@ -235,7 +247,9 @@ class LabelStore:
         """
         check_choice("verdict", verdict, VERDICTS, DataError)
         fields = {"prompt": pair.prompt, "first": pair.first, "second": pair.second, "sources": list(pair.sources)}
-        key = self._write("label", pair=pair.id, verdict=verdict, swapped=swapped, seconds=round(seconds, 3), **fields)
+        fields |= {"reasons": list(reasons)} if reasons else {}
+        about = {"pair": pair.id, "verdict": verdict, "swapped": swapped, "seconds": round(seconds, 3)}
+        key = self._write("repeat" if again else "label", **about, **fields)
         return self._labels[key]
 
     def note(self, pair: Pair, text: str) -> None:
@@ -255,15 +269,16 @@ class LabelStore:
         """This annotator's remark on a pair."""
         return self._notes.get((self.annotator, pair.id), "")
 
-    def labels(self, annotator: str | None = None) -> list[Label]:
+    def labels(self, annotator: str | None = None, again: bool = False) -> list[Label]:
         """Standing labels, one per annotator and pair, oldest first, with their notes.
 
         Args:
             annotator: only this one's.
+            again: instead, what people said when they were asked a second time.
         """
         newest: dict[tuple[str, str], Label] = {}
         for x in self._labels.values():
-            if x.id not in self._undone and annotator in (None, x.annotator):
+            if x.again == again and x.id not in self._undone and annotator in (None, x.annotator):
                 newest.pop((x.annotator, x.pair.id), None)
                 newest[x.annotator, x.pair.id] = x
         return [replace(x, note=self._notes.get(who, "")) for who, x in newest.items()]
@@ -312,18 +327,20 @@ def cohen_kappa(a: Sequence[Hashable], b: Sequence[Hashable]) -> tuple[float, fl
 
 
 def annotator_agreement(labels: Sequence[Label]) -> list[AnnotatorAgreement]:
-    """Agreement of every two annotators on the pairs that both decided.
+    """Agreement of every two annotators on the pairs that both decided, and of those who were asked again with
+    themselves.
 
     Args:
-        labels: standing labels, of `LabelStore.labels()`.
+        labels: standing labels, of `LabelStore.labels()`; with those of `labels(again=True)` behind them.
     """
     said: dict[str, dict[str, str]] = {}
     for x in labels:
         if x.verdict != "skip":
-            said.setdefault(x.annotator, {})[x.pair.id] = x.verdict
+            said.setdefault(f"{x.annotator} again" if x.again else x.annotator, {})[x.pair.id] = x.verdict
+    own = [(x, f"{x} again") for x in dict.fromkeys(x.annotator for x in labels if x.again)]
     found = []
-    for one, two in combinations(sorted(said), 2):
-        shared = [k for k in said[one] if k in said[two]]
+    for one, two in (*combinations(sorted(said.keys() - {y for _, y in own}), 2), *own):
+        shared = [k for k in said.get(one, {}) if k in said.get(two, {})]
         a, b = [said[one][k] for k in shared], [said[two][k] for k in shared]
         same = sum(x == y for x, y in zip(a, b)) / max(len(a), 1)
         found.append(AnnotatorAgreement((one, two), len(a), same, *cohen_kappa(a, b)))
@@ -388,14 +405,60 @@ def tally(labels: Sequence[Label]) -> list[dict[str, Any]]:
     return rows
 
 
-def export_preferences(labels: Sequence[Label], path: str | Path, ties: str = "drop") -> int:
-    """Write `to_preferences` as JSON lines, whole or not at all; returns the number of rows.
+LABEL_FORMATS = ("preference", "unpaired", "prompt_completion", "messages", "text", "prompt")
+
+
+def label_rows(labels: Sequence[Label], format: str = "preference", ties: str = "drop") -> list[dict[str, Any]]:
+    """Labels as rows of a dataset.
 
     Args:
         labels: standing labels.
-        path: of the file; `data.path` of a reward or DPO run can point to it.
-        ties: see `to_preferences`.
+        format: one of `data.formats.COLUMNS` but stepwise, since no step was judged. "unpaired" has a thumb for each
+            answer that won more often than it lost, or less (both answers' thumbs are down where both are bad); the
+            others have the answers that won.
+        ties: see `to_preferences`; of thumbs, "both" turns both up.
+
+    Raises:
+        ConfigError: an unknown format or way.
     """
-    rows = to_preferences(labels, ties)
+    check_choice("format", format, LABEL_FORMATS)
+    rows = to_preferences(labels, ties if format == "preference" else "drop")
+    if format != "unpaired":
+        return [_of_format(row, format) for row in rows]
+    check_choice("ties", ties, ("drop", "both"))
+    worth = {"first": (1, -1), "second": (-1, 1), "both_bad": (-1, -1), "tie": (1, 1) if ties == "both" else (0, 0)}
+    votes: dict[str, list[int]] = {}
+    for x in labels:
+        count = votes.setdefault(x.pair.id, [0, 0])
+        count[:] = (n + v for n, v in zip(count, worth.get(x.verdict, (0, 0))))
+    known = {x.pair.id: x.pair for x in labels}
+    thumbs = [(known[k], n, text) for k, v in votes.items() for n, text in zip(v, (known[k].first, known[k].second))]
+    return [{"prompt": pair.prompt, "completion": text, "label": n > 0} for pair, n, text in thumbs if n]
+
+
+def _of_format(row: dict[str, Any], format: str) -> dict[str, Any]:
+    """A preference as a row of a format without a loser."""
+    prompt, chosen = row["prompt"], row["chosen"]
+    turns = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    return {
+        "preference": row,
+        "prompt_completion": {"prompt": prompt, "completion": chosen},
+        "messages": {"messages": [*turns, {"role": "assistant", "content": chosen}]},
+        "text": {"text": f"{prompt_text(prompt)}{chosen}"},
+        "prompt": {"prompt": prompt},
+    }[format]
+
+
+def export_preferences(
+    labels: Sequence[Label], path: str | Path, ties: str = "drop", format: str = "preference"
+) -> int:
+    """Write `label_rows` as JSON lines, whole or not at all; returns the number of rows.
+
+    Args:
+        labels: standing labels.
+        path: of the file; `data.path` of a run can point to it.
+        ties, format: see `label_rows`.
+    """
+    rows = label_rows(labels, format, ties)
     write_whole(path, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows))
     return len(rows)

@@ -23,18 +23,17 @@ from rich.text import Text
 
 from ..run.callbacks import short_number
 from ..core import RlhfError, RunError, printable
-from .charts import Panel, line_chart, to_png
+from .charts import line_chart
 from ..run.health import health_of
-from .html import escape, table_html
-from .panels import LAYOUT, control_text, page_groups, runs_html, standing
-from ..untrusted import dump_yaml
+from .html import escape
+from .panels import LAYOUT, group_panels, runs_html, standing
 from .imported import find_runs, log_files
 from .reader import RunReader, open_runs
-from .touch import charts_html, code_html, module_text
+from .runs import RunComparison, event_text
+from .touch import code_html, module_text
 
 # %% auto #0
-__all__ = ['report', 'html_page', 'answer_row', 'event_text', 'sparkline', 'screen', 'watch', 'metrics_text', 'exposition',
-           'serve_metrics', 'listen']
+__all__ = ['report', 'html_page', 'sparkline', 'screen', 'watch', 'metrics_text', 'exposition', 'serve_metrics', 'listen']
 
 # %% ../../nbs/widgets/report.ipynb #02d96cea
 _STYLE = """
@@ -44,19 +43,16 @@ body{background:Canvas;color:CanvasText}
 table{border-collapse:collapse;font-size:13px;margin:.5em 0;display:block;max-width:100%;overflow-x:auto}
 td,th{padding:2px 10px;text-align:right;border-bottom:1px solid #8884;vertical-align:top}
 td:first-child,th:first-child,td.t{text-align:left}pre{font-size:12px;overflow:auto}
-summary{cursor:pointer;font-weight:600;margin:.6em 0}
-td.t,details td{white-space:pre-wrap;overflow-wrap:anywhere;max-width:26em}
 """
 
 
-def report(run: Any, out: str | Path | None = None, samples: int = 20, pngs: bool = True) -> Path:
-    """Write one HTML file with everything there is to see of a run, or of several laid over each other.
+def report(run: Any, out: str | Path | None = None, samples: int = 20) -> Path:
+    """Write the board's page of a run, or of several laid over each other, as one HTML file: lights and curves first.
 
     Args:
         run: a path, a trainer, or several; see `widgets.reader.open_runs`.
         out: the file; default: `report.html` in the (first) run's directory.
-        samples: how many of the newest answers to show.
-        pngs: write each group of curves as `figures/report-<group>.png` beside the file, too.
+        samples: to how many prompts the newest answers are shown.
 
     Returns:
         Where it was written.
@@ -70,13 +66,10 @@ def report(run: Any, out: str | Path | None = None, samples: int = 20, pngs: boo
     if all(r.status.state == "waiting" for r in readers):
         raise RunError(f"there is no run in {readers[0].path}: nothing has been logged there yet")
     path = Path(out) if out is not None else readers[0].path / "report.html"
-    touched = dict(page_groups(readers))
-    body = [
-        _head(readers),
-        *(_curves(*group, touched, path if pngs else None) for group in page_groups(readers, 0.3)),
-        *(_run_part(r, samples) for r in readers),
-    ]
-    page = html_page(", ".join(r.label for r in readers), "".join(body), charts=True)
+    still = runs_html(readers) + line_chart(*group_panels(readers)[:4])  # for readers whose scripts are off
+    shown = RunComparison(readers, pooled=False).html(still, samples)
+    names = ", ".join(r.label for r in readers)
+    page = html_page(names, f"<h1>{escape(names)}</h1>{shown}", "board.js")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(page, encoding="utf-8")
@@ -85,75 +78,25 @@ def report(run: Any, out: str | Path | None = None, samples: int = 20, pngs: boo
     return path
 
 
-def html_page(title: str, body: str, charts: bool = False) -> str:
-    """A whole page around HTML that is safe already; no script runs in it but the charts' own, and nothing is fetched.
+def html_page(title: str, body: str, script: str = "") -> str:
+    """A whole page around HTML that is safe already; no script runs in it but the package's own, and nothing is
+    fetched.
 
     Args:
         title: plain text.
         body: HTML.
-        charts: it has some of `touch.charts_html`.
+        script: of the package, which fills what is in the body; "": none.
     """
-    digest = base64.b64encode(hashlib.sha256(module_text().encode()).digest()).decode() if charts else ""
-    allowed = f"script-src 'sha256-{digest}'; " if charts else ""
+    digest = base64.b64encode(hashlib.sha256(module_text(script).encode()).digest()).decode() if script else ""
+    allowed = f"script-src 'sha256-{digest}'; " if script else ""
     rule = f"default-src 'none'; {allowed}style-src 'unsafe-inline'; img-src data:; base-uri 'none'"
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{rule}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body><main>{body}</main>"
-        f"{code_html() if charts else ''}</body></html>"
+        f"{code_html(script) if script else ''}</body></html>"
     )
-
-
-def _head(readers: Sequence[RunReader]) -> str:
-    """Title, where the runs stand, and the numbers."""
-    return f"<h1>{escape(' · '.join(r.label for r in readers))}</h1>{runs_html(readers)}"
-
-
-def _curves(group: str, panels: list[Panel], touched: Mapping[str, list[Panel]], beside: Path | None) -> str:
-    """One group of curves, folded away except for the overview."""
-    if beside is not None:
-        folder = beside.parent / "figures"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"{beside.stem}-{group}.png").write_bytes(to_png(*panels))
-        except OSError as error:
-            raise RunError(f"the figures in {folder} cannot be written: {error}; pass pngs=False, or out=") from error
-    return _details(group, charts_html(touched.get(group, ()), line_chart(*panels)), group == "overview")
-
-
-def _details(title: str, body: str, opened: bool = False) -> str:
-    """HTML under a title that unfolds it."""
-    return f"<details{' open' if opened else ''}><summary>{escape(title)}</summary>{body}</details>"
-
-# %% ../../nbs/widgets/report.ipynb #5219f189
-def _run_part(reader: RunReader, samples: int) -> str:
-    """Events, answers and configuration of one run."""
-    events = [e for e in reader.events if e.get("type") not in ("eval", "save")][-100:]
-    rows = [{"step": e.get("step"), "type": e.get("type"), "what": event_text(e)} for e in events]
-    parts = [_details(f"events of {reader.label}", table_html(rows))]
-    if answers := reader.samples(last=samples) if samples else []:
-        parts.append(_details(f"answers of {reader.label}", table_html([answer_row(row) for row in answers]), True))
-    config = dump_yaml(reader.config) if reader.config else "no configuration"
-    return "".join([*parts, _details(f"configuration of {reader.label}", f"<pre>{escape(config)}</pre>")])
-
-
-def answer_row(row: dict[str, Any]) -> dict[str, Any]:
-    """One sample as a row of a table."""
-    said = next((str(row[k]) for k in ("completion", "text", "response", "chosen") if k in row), "")
-    prompt = row.get("prompt", "")
-    if isinstance(prompt, list):  # messages
-        prompt = "\n".join(f"{m.get('role')}: {m.get('content')}" for m in prompt if isinstance(m, dict))
-    about = {"step": row.get("step"), "prompt": str(prompt)[:1500], "answer": said[:3000]}
-    return about | {"score": short_number(row.get("score"))}
-
-
-def event_text(event: dict[str, Any]) -> str:
-    """An event's content in one line."""
-    if event.get("type") == "control":
-        return control_text(event)
-    hidden = ("time", "rank", "step", "type", "controls", "format", "machine")
-    return ", ".join(f"{k} {v}" for k, v in event.items() if k not in hidden and v not in (None, "", []))
 
 # %% ../../nbs/widgets/report.ipynb #6033a054
 def sparkline(values: Sequence[float], width: int = 40) -> str:

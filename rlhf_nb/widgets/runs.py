@@ -25,15 +25,15 @@ from ..untrusted import json_value
 from .charts import Floats, to_png
 from .html import table_html
 from .kernel import front_end
-from .panels import AXES, group_panels, page_groups, standing
+from ..run.callbacks import short_number
+from .panels import AXES, control_text, group_panels, page_groups, standing
 from .imported import find_runs, log_files
 from .reader import MOST_DRAWN, RunReader
-from .report import answer_row, event_text
 from .touch import chart_data, code_html, inert_json
 
 # %% auto #0
-__all__ = ['remarks_of', 'Pool', 'pooled_by_seed', 'experiments', 'paired_differences', 'settings_compared', 'answers_compared',
-           'RunComparison', 'Runs', 'runs_told']
+__all__ = ['remarks_of', 'Pool', 'pooled_by_seed', 'experiments', 'paired_differences', 'answer_row', 'event_text',
+           'settings_compared', 'answers_compared', 'RunComparison', 'Runs', 'runs_told']
 
 # %% ../../nbs/widgets/runs.ipynb #329853aa
 _NUMBERS = {
@@ -218,6 +218,24 @@ def paired_differences(readers: Sequence[RunReader]) -> list[dict[str, Any]]:
     return rows
 
 # %% ../../nbs/widgets/runs.ipynb #3ca58342
+def answer_row(row: dict[str, Any]) -> dict[str, Any]:
+    """One sample as a row of a table."""
+    said = next((str(row[k]) for k in ("completion", "text", "response", "chosen") if k in row), "")
+    prompt = row.get("prompt", "")
+    if isinstance(prompt, list):  # messages
+        prompt = "\n".join(f"{m.get('role')}: {m.get('content')}" for m in prompt if isinstance(m, dict))
+    about = {"step": row.get("step"), "prompt": str(prompt)[:1500], "answer": said[:3000]}
+    return about | {"score": short_number(row.get("score"))}
+
+
+def event_text(event: dict[str, Any]) -> str:
+    """An event's content in one line."""
+    if event.get("type") == "control":
+        return control_text(event)
+    hidden = ("time", "rank", "step", "type", "controls", "format", "machine")
+    return ", ".join(f"{k} {v}" for k, v in event.items() if k not in hidden and v not in (None, "", []))
+
+
 def settings_compared(readers: Sequence[RunReader]) -> list[dict[str, Any]]:
     """Each setting of some runs, those that differ first."""
     flat = [dotted(r.config) for r in readers]
@@ -276,12 +294,13 @@ class RunComparison:
         """What is drawn: runs, and pools of seeds."""
         return pooled_by_seed(self.readers) if self.pooled else list(self.readers)
 
-    def data(self, step: int | None = None, points: int = 1000) -> dict[str, Any]:
+    def data(self, step: int | None = None, points: int = 1000, answers: int = 12) -> dict[str, Any]:
         """Everything that a page shows.
 
         Args:
             step: whose answers; None: the newest.
             points: most of a curve.
+            answers: prompts whose answers are told.
         """
         shown, single = self.shown(), len(self.readers) == 1
         events = [e for e in self.readers[0].events if e["type"] not in ("eval", "save")][-100:] if single else []
@@ -291,7 +310,7 @@ class RunComparison:
             "line": f"from rlhf_nb import Dashboard; Dashboard({str(self.readers[0].path.resolve())!r})",
             "groups": [{"name": n, "panels": chart_data(p, max(300, points // len(shown)))}
                        for n, p in page_groups(shown, by=self.by)],
-            "settings": settings_compared(self.readers), "answers": answers_compared(self.readers, step),
+            "settings": settings_compared(self.readers), "answers": answers_compared(self.readers, step, answers),
             "paired": paired_differences(self.readers),
             "events": [{k: printable(str(v)) for k, v in
                         (("step", e["step"]), ("type", e["type"]), ("what", event_text(e)))} for e in events],
@@ -300,13 +319,23 @@ class RunComparison:
     def __repr__(self) -> str:
         return "comparison of " + ", ".join(printable(r.label) for r in self.readers)
 
+    def html(self, still: str = "", answers: int = 12) -> str:
+        """A place on a page that `board.js` fills.
+
+        Args:
+            still: HTML that is seen where scripts are off.
+            answers: as of `data`.
+        """
+        told = inert_json(
+            self.data(answers=answers) | {"line": ""}
+        )  # it may be sent to others: no path of this machine
+        data = f'<script type="application/json">{told}</script>'
+        return f'<div class="rc-compare"><div class="rc-still">{still}</div>{data}</div>'
+
     def _repr_html_(self) -> str:
         """Charts where a person can touch them; else a picture and a table, which a saved notebook keeps."""
         if front_end():
-            told = inert_json(self.data())
-            return (
-                f'<div class="rc-compare"><script type="application/json">{told}</script></div>{code_html("board.js")}'
-            )
+            return self.html() + code_html("board.js")
         png = base64.b64encode(to_png(*group_panels(self.shown(), by=self.by)[:4])).decode()
         names = [printable(r.label) for r in self.readers]
         rows = [

@@ -8,7 +8,7 @@ import io
 import math
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard, NamedTuple
 
@@ -19,7 +19,11 @@ from ..run.checkpoint import load_checkpoint
 from ..core import DataError, RunError, check_choice, suggest
 from ..data.formats import prompt_text
 from ..data.sources import tokenize_prompts
+from ..losses.advantages import gae, group_advantages, kl_shaped_rewards, rloo_baseline, whiten
+from ..losses.group import group_kl, group_surrogate
 from ..losses.kl import kl_terms
+from ..losses.policy import clipped_surrogate
+from ..losses.preference import PairLogps, dpo
 from ..scoring.scores import completion_logps
 from ..run.log import RunDir
 from ..types import Completions
@@ -32,7 +36,7 @@ Row = dict[str, Any]
 # %% auto #0
 __all__ = ['Row', 'ORDERS', 'TOKEN_MEASURES', 'POSITIVE', 'NEGATIVE', 'sample_kl', 'open_samples', 'observed', 'read_samples',
            'select_samples', 'sample_table', 'Measure', 'token_measures', 'token_texts', 'tokens_html', 'tokens_png',
-           'rescore', 'weights_at', 'Tokens', 'Samples']
+           'rescore', 'weights_at', 'without_each', 'method_pulls', 'Tokens', 'Samples']
 
 # %% ../../nbs/widgets/samples.ipynb #45675bab
 ORDERS = ("step", "reward", "kl", "length")
@@ -61,7 +65,11 @@ def open_samples(run: str | Path) -> SampleIndex:
     return SampleIndex(RunDir(path).samples_path if path.is_dir() else path)
 
 
-_PER_TOKEN = ("tokens", "old_logps", "ref_logps", "logps", "values", "advantages", "entropies")
+_COLUMNS = {  # measures that are written down as they are
+    "advantage": "advantages", "value": "values", "entropy": "entropies", "without": "without",
+    "PPO": "ppo", "GRPO": "grpo", "RLOO": "rloo", "DPO": "dpo",
+}  # fmt: skip
+_PER_TOKEN = ("tokens", "old_logps", "ref_logps", "logps", *_COLUMNS.values())
 
 
 def _sound(row: Row) -> Row:
@@ -172,6 +180,7 @@ class Measure(NamedTuple):
     about: str
 
 
+_METHODS = (("1", "PPO"), ("2", "GRPO"), ("3", "RLOO"), ("4", "DPO"))
 TOKEN_MEASURES: tuple[Measure, ...] = (
     Measure("advantage", "a", True, "advantage: blue better, orange worse than expected"),
     Measure("shift", "s", True, "log π − log π_ref in nats: blue likelier than under the reference"),
@@ -180,6 +189,8 @@ TOKEN_MEASURES: tuple[Measure, ...] = (
     Measure("surprise", "p", False, "−log π in nats: how unlikely the token was"),
     Measure("entropy", "e", False, "entropy of the distribution it was drawn from, nats"),
     Measure("update", "u", True, "log π now − log π when sampled: blue became likelier"),
+    Measure("without", "w", True, "reward that the answer loses without the token: blue is paid for, orange costs"),
+    *(Measure(m, k, True, f"what a step of {m} would do: blue likelier, orange less likely") for k, m in _METHODS),
 )
 
 
@@ -191,7 +202,7 @@ def token_measures(row: Mapping[str, Any]) -> dict[str, list[float]]:
     """
     out: dict[str, list[float]] = {}
     old, ref = row.get("old_logps"), row.get("ref_logps")
-    for name, column in (("advantage", "advantages"), ("value", "values"), ("entropy", "entropies")):
+    for name, column in _COLUMNS.items():
         if row.get(column):
             out[name] = [float(x) for x in row[column]]
     if old:
@@ -397,6 +408,72 @@ def weights_at(run: str | Path, step: int, model: Any) -> Any:
         f"the checkpoint of step {step} holds {', '.join(list(saved)[:3])}, ..., but not the weights of a "
         f"{type(model).__name__}: give the run's own model."
     )
+
+# %% ../../nbs/widgets/samples.ipynb #d689b9a3
+def without_each(row: Row, reward: Callable[..., Any], tokenizer: Any = None) -> Row:
+    """A sample with `without`: by how much its reward falls when a token is left out, for each token.
+
+    Args:
+        row: of `read_samples`; of one turn.
+        reward: any reward function, `f(prompts, completions) -> numbers`; asked once for all.
+        tokenizer: that of the run, unless the row has its texts.
+
+    Raises:
+        DataError: the tokens' texts are not known.
+    """
+    texts = token_texts(row, tokenizer)
+    if tokenizer is None and "texts" not in row:
+        raise DataError(
+            "what an answer says without a token needs the tokens' texts: pass tokenizer=, that of the run."
+        )
+    asked = ["".join(texts), *("".join(texts[:i] + texts[i + 1 :]) for i in range(len(texts)))]
+    whole, *rest = (float(x) for x in reward([row["prompt"]] * len(asked), asked))
+    return row | {"without": [whole - x for x in rest]}
+
+
+def method_pulls(rows: Sequence[Row], kl_coef: float = 0.05, beta: float = 0.1) -> list[Row]:
+    """Answers to one prompt with what a first step of each method would do to their tokens: minus the gradient of its
+    loss by the token's log-prob, at the policy that drew them. The losses are the methods' own.
+
+    Args:
+        rows: of `read_samples`, two or more, with `old_logps` and `ref_logps`; PPO needs `values`, too.
+        kl_coef: price of a nat in PPO, GRPO and RLOO.
+        beta: of DPO, whose pair is the best and the worst paid answer.
+
+    Returns:
+        Copies with `grpo`, `rloo`; `ppo` where there are values, `dpo` where rewards differ.
+
+    Raises:
+        DataError: another prompt among them, or rows without log-probs.
+    """
+    if len({str(r["prompt"]) for r in rows}) != 1 or not all(r.get("old_logps") and r.get("ref_logps") for r in rows):
+        raise DataError("the methods are compared on answers to one prompt, each with old_logps and ref_logps.")
+
+    def column(key: str) -> torch.Tensor:
+        parts = [torch.tensor(r[key], dtype=torch.float64) for r in rows]
+        return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
+
+    old, ref, scores = column("old_logps"), column("ref_logps"), torch.tensor([r["score"] for r in rows]).double()
+    lengths = torch.tensor([len(r["old_logps"]) for r in rows])
+    mask = torch.arange(old.shape[1]) < lengths[:, None]
+    logps, whole = old.clone().requires_grad_(), scores - kl_coef * (old - ref).sum(1)
+    group = group_surrogate(logps, old, group_advantages(scores, len(rows)), mask).mean
+    losses = {"grpo": group + kl_coef * group_kl(logps, ref, mask).mean}
+    better = whole - rloo_baseline(whole, len(rows))
+    losses["rloo"] = group_surrogate(logps, old, better, mask, level="answer").mean
+    if all(r.get("values") for r in rows):
+        each, _ = gae(kl_shaped_rewards(scores, old, ref, mask, kl_coef), column("values"), mask)
+        losses["ppo"] = clipped_surrogate(logps, old, whiten(each, mask), mask).mean
+    best, worst = scores.argmax()[None], scores.argmin()[None]
+    if scores[best] > scores[worst]:
+        sums = logps.sum(1), ref.sum(1), lengths
+        pair = PairLogps(*(x[side] for x in sums for side in (best, worst)))
+        losses["dpo"] = dpo(pair, beta=beta).mean()
+    pulls = {name: -torch.autograd.grad(loss, logps, retain_graph=True)[0] for name, loss in losses.items()}
+    return [
+        {**row, **{name: pull[i, :n].tolist() for name, pull in pulls.items()}}
+        for i, (row, n) in enumerate(zip(rows, lengths.tolist()))
+    ]
 
 # %% ../../nbs/widgets/samples.ipynb #37f038a7
 class Tokens:
