@@ -124,7 +124,7 @@ def write_page() -> None:
     cells = lambda x: f"{shown(x)} | {x['date']} | {x['load']} | {x['machine']}, torch {x['torch']} |"
     for row in ROWS:
         of_it = [x for x in lines if x["name"] == row.name]
-        text.append(f"| {row.what} | " + (cells(of_it[-1]) if of_it else "not measured yet | | | | | |"))
+        text += [f"| {row.what} | {cells(of_it[-1])}"] if of_it else []
     text += [
         "",
         "## History",
