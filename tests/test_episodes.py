@@ -706,6 +706,8 @@ def test_an_environment_by_its_name_on_a_command_line(tmp_path: Path) -> None:
     assert "rollout/turns" in events and "rewards/environment" in events
     said = call("grpo", *words, "--overwrite", "episodes.environment=toi", code=1)
     assert "Did you mean 'toy'?" in " ".join(said.split())
+    said = call("grpo", *words, "--overwrite", "episodes.environment=mine.py:Echo", code=1)
+    assert "A module is named without the file's ending: 'mine'." in " ".join(said.split())
 
 
 @pytest.mark.slow
