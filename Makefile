@@ -10,7 +10,7 @@ export PYTHONWARNINGS := ignore::FutureWarning
 export OMP_WAIT_POLICY ?= passive
 unexport PYTHONDONTWRITEBYTECODE # hundreds of processes would compile the package again, half a second each
 
-.PHONY: demo test test-other-cpu test-plain test-all mutants compat lock export lint setup docs pictures gpu-luggage clean
+.PHONY: demo test test-other-cpu test-plain test-all mutants compat lock export lint setup docs pictures bench gpu-luggage clean
 
 setup: $(STAMP)
 
@@ -102,6 +102,9 @@ lint: $(STAMP)
 	$(BIN)/ruff check rlhf_nb nbs tests benchmarks .ci
 	$(BIN)/ruff format --check nbs tests benchmarks .ci
 	$(BIN)/mypy
+
+bench: $(STAMP)  ## ours and the peers in turn, in less than 45 minutes; adds to docs/performance.jsonl, writes docs/performance.md
+	$(BIN)/python benchmarks/table.py $(ROWS)
 
 gpu-luggage: $(STAMP)  ## what a machine with a GPU and no network may lack for benchmarks/gpu.py, within 60 MB
 	$(BIN)/python benchmarks/gpu.py --luggage build/gpu-luggage --model $${XDG_CACHE_HOME:-$$HOME/.cache}/rlhf_nb/smollm2-135m-instruct

@@ -348,8 +348,8 @@ def with_bias(model: Any) -> Any:
 
 def decode_case(
     task: str, share: float, rows: list[dict[str, Any]], model: Any, tokenizer: Any, new: int, repeats: int
-) -> None:
-    """Time sampling against `generate` where about `share` of the rows end early."""
+) -> dict[str, float]:
+    """Time sampling against `generate` where about `share` of the rows end early; the ratios."""
     import torch
     from transformers import GenerationConfig
 
@@ -412,6 +412,7 @@ def decode_case(
         f"= {wall:.2f}x ({ratios[0]:.2f} to {ratios[-1]:.2f}; by CPU time {cpu:.2f}x); slots in use {statistics.mean(fill[0]):.1%} / {statistics.mean(fill[1]):.1%}",
         flush=True,
     )
+    return {"ratio": wall, "low": ratios[0], "high": ratios[-1], "cpu": cpu}
 
 
 def decoding(task: str, args: argparse.Namespace, folder: Path, rows: list[dict[str, Any]]) -> None:
@@ -429,9 +430,9 @@ def decoding(task: str, args: argparse.Namespace, folder: Path, rows: list[dict[
             for new in [args.new_tokens] if args.new_tokens else DECODED[task]:
                 model = with_bias(AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32))
                 torch.manual_seed(0)
-                decode_case(
-                    task, share, rows[:prompts], model, tokenizer, new, args.repeats or (3 if args.quick else 5)
-                )
+                repeats = args.repeats or (3 if args.quick else 5)
+                found = decode_case(task, share, rows[:prompts], model, tokenizer, new, repeats)
+                harness.keep(args.json, f"decoding, {task}", args.threads, "tokens", found)
 
 
 def main() -> None:

@@ -286,19 +286,24 @@ def compare(
     if check is not None:
         check(a, b)
     found = show(a, b, args.warmup, unit)
-    if args.json is not None:
-        line = {
-            "title": title,
-            "threads": args.threads,
-            "date": time.strftime("%Y-%m-%d"),
-            "cpu": processor(),
-            "unit": unit,
-        }
-        with args.json.open("a", encoding="utf-8") as f:
-            f.write(
-                json.dumps(line | found | {"ours": a.steps[args.warmup :], "theirs": b.steps[args.warmup :]}) + "\n"
-            )
+    steps = {"ours": a.steps[args.warmup :], "theirs": b.steps[args.warmup :]}
+    keep(args.json, title, args.threads, unit, found | steps)
     return a, b
+
+
+def keep(path: Path | None, title: str, threads: int, unit: str, found: dict[str, Any]) -> None:
+    """Add a line with numbers to a file, if there is to be one."""
+    if path is None:
+        return
+    about = {
+        "title": title,
+        "threads": threads,
+        "date": time.strftime("%Y-%m-%d"),
+        "processor": processor(),
+        "unit": unit,
+    }
+    with path.open("a", encoding="utf-8") as f:
+        f.write(json.dumps(about | found) + "\n")
 
 
 def processor() -> str:

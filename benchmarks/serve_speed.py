@@ -23,6 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
+import harness
 import httpx
 import psutil
 
@@ -145,6 +146,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--precision", default="fp32", choices=FORMATS, help="of both servers")
     parser.add_argument("--alone", action="store_true", help="without transformers serve")
+    parser.add_argument("--json", type=Path, help="file to which the ratios are added")
     args = parser.parse_args()
     model = str(Path(args.model).expanduser())
     kinds = {"rlhf-nb serve": (ours, "m")}
@@ -171,7 +173,11 @@ def main() -> None:
         print(
             f"ours against transformers serve at 16 streams: tokens/s {spread([a[16].speed / b[16].speed for a, b in pairs])}"
         )
-        print(f"theirs against ours at 16 streams: CPU seconds {spread([b[16].cpu / a[16].cpu for a, b in pairs])}")
+        cpu = [b[16].cpu / a[16].cpu for a, b in pairs]
+        print(f"theirs against ours at 16 streams: CPU seconds {spread(cpu)}")
+        speeds = [a[16].speed / b[16].speed for a, b in pairs]
+        found = {"ratio": median(speeds), "low": min(speeds), "high": max(speeds), "cpu": median(cpu)}
+        harness.keep(args.json, f"serving, {args.precision}", os.cpu_count() or 1, "tokens", found)
 
 
 if __name__ == "__main__":

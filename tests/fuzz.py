@@ -39,6 +39,7 @@ from rlhf_nb.data.readers import read_rows
 from rlhf_nb.data.sources import tokenize_preferences, tokenize_sft
 from rlhf_nb.judges.constitution import load_constitution
 from rlhf_nb.judges.endpoint import AnswerCache, read_reply
+from rlhf_nb.learn.checks import grade
 from rlhf_nb.models.heads import RewardModel, ScalarHead
 from rlhf_nb.models.load import find_model, load_model, load_tokenizer
 from rlhf_nb.pipeline.stages import PipelineConfig
@@ -47,6 +48,8 @@ from rlhf_nb.run.control import Control, RunControl
 from rlhf_nb.run.lock import RunLock, holder_of
 from rlhf_nb.run.log import EventLog, RunDir, read_metrics
 from rlhf_nb.run.state import roll_back
+from rlhf_nb.scale.predict import named_gpu, plan_report
+from rlhf_nb.scale.topology import DecoderShape, Job
 from rlhf_nb.serve.protocol import ChatAsked, Refused, TextAsked, read_request
 from rlhf_nb.train.grpo import GRPOConfig
 from rlhf_nb.train.sft import SFTConfig
@@ -55,6 +58,7 @@ from rlhf_nb.untrusted import Unreadable, json_value
 from rlhf_nb.widgets.labels import LabelStore, Pair, annotator_agreement, tally, to_preferences
 from rlhf_nb.widgets.reader import open_runs
 from rlhf_nb.widgets.report import metrics_text, report, screen
+from rlhf_nb.widgets.runs import Runs
 from rlhf_nb.widgets.samples import read_samples, sample_table, select_samples, token_measures, tokens_html
 
 SECONDS, MB = 5, 512
@@ -178,6 +182,21 @@ PAIR_ROWS = jsonl({"prompt": "Q: 1?\n", "chosen": "one", "rejected": "two", "mar
 TABLE = b'prompt,completion,label\n"a, b",c,1\nd,"e\nf",0\n"[{""role"": ""user"", ""content"": ""x""}]",g,1\n'
 PRINCIPLES = b"principles:\n  - ask: Which answer is kinder?\n    name: kind\n  - Which is shorter?\n"
 REPLY = json.dumps({"message": {"content": "A"}, "logprobs": {"content": [{"token": "A", "logprob": -0.1, "top_logprobs": [{"token": "A", "logprob": -0.1}, {"token": "B", "logprob": -2.0}]}]}}).encode()  # fmt: skip
+
+STATE = json.dumps(
+    {"log_history": [{"step": s, "loss": 1 / s, "eval_loss": 0.5} for s in (1, 2, 3)], "max_steps": 3}
+).encode()
+EVENT = (
+    (38).to_bytes(8, "little")
+    + bytes(4)
+    + b"\t"
+    + bytes(8)
+    + b"\x10\x03*\x19\n\x17\n\x10train/learning_r\x15\0\0\0?"
+    + bytes(4)
+)  # of TensorBoard
+MACHINE = json.dumps(
+    {"flops": 1e14, "bandwidth": 1e12, "memory": 80, "link": 1e11, "network": 1e10, "host": 1e10, "products": 0.5}
+).encode()
 
 CHAT = json.dumps({"model": "m", "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "Hi"}]}], "max_tokens": 8,
                    "temperature": 0.5, "stop": ["x"], "n": 2, "stream": True, "stream_options": {"include_usage": True}, "logprobs": True, "user": "u"}).encode()  # fmt: skip
@@ -370,6 +389,45 @@ def small(folder: Path, data: bytes) -> None:
     read_reply(json_value(data), ["A", "B"])
 
 
+def imported(name: str) -> Callable[[Path, bytes], None]:
+    """What another program wrote of a run: in the table of runs, and drawn."""
+
+    def read(folder: Path, data: bytes) -> None:
+        (folder / "theirs").mkdir()
+        (folder / "theirs" / name).write_bytes(data)
+        runs = Runs(folder)
+        json.dumps(runs.rows(), allow_nan=False)
+        json.dumps(runs.compare("theirs").data(), allow_nan=False)
+
+    return read
+
+
+def beside(folder: Path, data: bytes) -> None:
+    """A note and a fork that a stranger put beside a run."""
+    run = folder / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_bytes(EVENTS)
+    for name in ("notes.json", "fork.json"):
+        (run / name).write_bytes(data)
+    runs = Runs(folder)
+    json.dumps([runs.rows(), runs.futures("run")], allow_nan=False)
+    runs.tag("run", "seen")
+
+
+def submission(folder: Path, data: bytes) -> None:
+    """What a student handed in; the exercise's name is always damaged, so nothing is run."""
+    (folder / "ada.json").write_bytes(data.replace(b"rloo", b"r1oo"))
+    grade(folder, seed=0)
+
+
+def machine(folder: Path, data: bytes) -> None:
+    """The rates of a kind of GPU, and what they predict."""
+    (folder / "mine.yaml").write_bytes(data)
+    gpu = named_gpu(str(folder / "mine.yaml"))
+    shape = DecoderShape(2, 64, 128, 4, 4, 16, 100, False)
+    plan_report(shape, Job("dpo", 16, 16, token_budget=64, mini_batch=8), (1, 64), gpu, price=1.0)
+
+
 def principles(folder: Path, data: bytes) -> None:
     (folder / "p.yaml").write_bytes(data)
     read_config_file(folder / "p.yaml")
@@ -507,6 +565,11 @@ TARGETS: dict[str, Target] = {
     "text body": Target(TEXT, body, 5),
     "small files": Target(REPLY, small, 10),
     "principles.yaml": Target(PRINCIPLES, principles, 5),
+    "trainer_state.json": Target(STATE, imported("trainer_state.json"), 5),
+    "events": Target(EVENT * 5, imported("events.out.tfevents.1"), 10),
+    "beside a run": Target(b'{"note": "n", "tags": ["a"], "parent": "../x", "at": 3, "changed": ["a: 1 -> 2"]}', beside, 5),
+    "submission": Target(b'{"student": "ada", "answers": {"rloo": "def f(s): return s"}}', submission, 5),
+    "machine.yaml": Target(MACHINE, machine, 5),
 }  # fmt: skip
 
 

@@ -23,6 +23,7 @@ import yaml
 from rlhf_nb import learn
 from rlhf_nb.core import ConfigError, t_share
 from rlhf_nb.data import toy
+from rlhf_nb.learn import checks
 from rlhf_nb.learn.checks import judge, run_again
 from rlhf_nb.learn.world import LessonWorld, shipped_log
 
@@ -198,6 +199,9 @@ def test_every_lesson_has_solutions_and_a_quiz() -> None:
         assert len({q["right"] for q in known[n]["quiz"]}) >= 3, "a letter that is always right teaches nothing"
     right = [q["right"] for lesson in known.values() for q in lesson["quiz"]]
     assert max(right.count(letter) for letter in "abcd") < 0.35 * len(right)
+    asked = [q for lesson in known.values() for q in lesson["quiz"]]
+    longest = [max(q["options"], key=lambda o: len(str(o))) == q["options"]["abcd".index(q["right"])] for q in asked]
+    assert statistics.fmean(longest) < 0.4, "the longest answer is the right one too often"
 
 
 @pytest.mark.parametrize("path", LABS, ids=lambda p: p.stem)
@@ -263,6 +267,12 @@ FAKES = {  # what a submission may try to be called right, or to leave behind
     "writes": "open({path!r}, 'w').write('x')\ndef f(s): return [x - (sum(s) - x) / (len(s) - 1) for x in s]",
     "forks": "import os\nos.fork()\ndef f(s): return [x - (sum(s) - x) / (len(s) - 1) for x in s]",
     "parent": "import os\nopen(f'/proc/{{os.getppid()}}/mem', 'rb')\ndef f(s): return [x - (sum(s) - x) / (len(s) - 1) for x in s]",
+    "again": "import sys\nfor m in [m for m in sys.modules if m.startswith('rlhf_nb')]: del sys.modules[m]\n"
+    "from rlhf_nb.learn.exercises import EXERCISES\ndef f(s): return EXERCISES['rloo'].truth(s)",
+    "package": "import rlhf_nb\ndef f(s): return rlhf_nb.learn.exercises.EXERCISES['rloo'].truth(s)",
+    "source": "import os, sys\nfound = [p + '/rlhf_nb/learn/exercises.py' for p in [*sys.path, {clone!r}]]\nspace = {{}}\n"
+    "[exec(open(p).read(), space) for p in found if os.path.exists(p)]\ndef f(s): return space['EXERCISES']['rloo'].truth(s)",
+    "solutions": "open({clone!r} + '/nbs/order.yml').read()\ndef f(s): return [x - (sum(s) - x) / (len(s) - 1) for x in s]",
     "floods": "def f(s): return [0.0] * 10**6",
 }
 
@@ -273,9 +283,8 @@ FAKES = {  # what a submission may try to be called right, or to leave behind
 def test_a_submission_cannot_fake_its_verdict(name: str, tmp_path: Path) -> None:
     """Its process gives values; truth and verdict are elsewhere, and the fences hold."""
     target = tmp_path / "owned"
-    assert run_again(
-        "rloo", FAKES[name].replace("{path!r}", repr(str(target))).replace("{{", "{").replace("}}", "}"), 3
-    ) in ("wrong", "crashed")
+    code = FAKES[name].replace("{path!r}", repr(str(target))).replace("{clone!r}", repr(str(ROOT)))
+    assert run_again("rloo", code.replace("{{", "{").replace("}}", "}"), 3) in ("wrong", "crashed")
     assert not target.exists()
 
 
@@ -312,14 +321,31 @@ def test_what_poses_as_an_exercise_has_a_checker_and_a_solution() -> None:
     assert len(suggested) > 100
 
 
-def test_one_wrong_file_stops_no_other(tmp_path: Path) -> None:
+def test_one_wrong_file_stops_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What can't be read and what is no exercise are rows of the table; the others are judged."""
     handed = {"a": "not json", "b": "[1]", "c": '{"student": "c"}', "d": '{"student": "d", "answers": {"nope": "1"}}', "e": '{"student": "e", "answers": {}}'}  # fmt: skip
     for name, text in handed.items():
         (tmp_path / f"{name}.json").write_text(text)
     (tmp_path / "f.json").write_bytes(b"\xff\xfe\x00")
     rows = learn.grade(tmp_path, seed=0).read_text().splitlines()[1:]
+    assert "1 of 6: a.json" in capsys.readouterr().err  # a class takes minutes
     assert len(rows) == 5 and sum("no submission" in r for r in rows) == 4 and "d,nope,no such exercise" in rows
+
+
+def test_what_was_graded_stays_when_grading_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C at the second student: the first one's rows are in the table."""
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"student": name, "answers": {"rloo": name}}))
+
+    def run(name: str, code: str, seed: int) -> str:
+        if code == "b":
+            raise KeyboardInterrupt
+        return "right"
+
+    monkeypatch.setattr(checks, "run_again", run)
+    with pytest.raises(KeyboardInterrupt):
+        learn.grade(tmp_path, seed=0)
+    assert (tmp_path / "grades.csv").read_text().splitlines() == ["student,exercise,verdict", "a,rloo,right"]
 
 
 SOLVED = {"kind": "right", "code": "def f(s): return 1", "when": "2026-11-26"}

@@ -33,6 +33,13 @@ NEEDS = {  # extra: packages that are hidden, and command lines that need one of
         ["jsonschema"],
         ["grpo TINY rollout_batch_size=4 mini_batch_size=4 num_generations=2 'rewards=[{verify: json, schema: {}}]'"],
     ),
+    "games": (
+        ["gymnasium", "reasoning_gym", "textarena"],
+        [
+            f"grpo TINY rollout_batch_size=4 mini_batch_size=4 num_generations=2 episodes.environment={name} episodes.options.{key}=x"
+            for name, key in (("gymnasium", "game"), ("reasoning-gym", "dataset"), ("textarena", "game"))
+        ],
+    ),
     "math": (
         ["math_verify"],
         ["grpo TINY rollout_batch_size=4 mini_batch_size=4 num_generations=2 'rewards=[{verify: math}]'"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 import time
@@ -14,9 +15,11 @@ from rlhf_nb.core import RunError
 from rlhf_nb.pipeline.fork import prepare_fork, run_fork, settings_of
 from rlhf_nb.run.control import start_fork
 from rlhf_nb.run.log import RunDir, read_metrics
+from rlhf_nb.sandbox.runner import Sandbox
 from rlhf_nb.train.dpo import DPOConfig
 from rlhf_nb.train.grpo import GRPOConfig
 from rlhf_nb.train.ppo import PPOConfig
+from rlhf_nb.train.registry import methods
 from rlhf_nb.train.stage import run_stage
 from rlhf_nb.widgets.runs import Runs
 
@@ -132,6 +135,18 @@ def test_a_fork_that_was_killed_while_it_was_made_is_no_run(
     run_fork(made)
     assert weights(made.folder) == weights(run)
     assert json.loads((made.folder / "fork.json").read_text())["at"] == 3
+
+
+def test_no_click_lets_foreign_code_run(tmp_path: Path) -> None:
+    """Whatever setting of any method, or of the sandbox, says that code is trusted or may leave."""
+    keys = {k for method in methods().values() for k in method.config().flat()}
+    keys |= set(inspect.signature(Sandbox).parameters)
+    rights = {k for k in keys if any(word in k for word in ("trust", "escape", "unsafe", "allow"))}
+    assert {k.rpartition(".")[2] for k in rights} == {"trust_remote_code", "programs_may_escape"}
+    for key in rights:
+        with pytest.raises(RunError, match="lets foreign code run"):
+            start_fork(tmp_path, 3, {key: True})
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from rlhf_nb.core import RunError
+from rlhf_nb.widgets import imported
 from rlhf_nb.widgets.imported import _METRICS, find_runs, log_files, read_import
 from rlhf_nb.widgets.reader import RunReader
 from rlhf_nb.widgets.runs import Runs, runs_told
@@ -171,6 +172,26 @@ def test_no_bytes_hang_or_raise(name: str, tmp_path: Path) -> None:
         except RunError as error:
             assert name in str(error)
     assert time.process_time() - begin < 10
+
+
+@pytest.mark.parametrize("kind", ["small records", "empty records", "wide records", "settings", "a state"])
+def test_a_large_file_is_read_in_part(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers, records and settings are counted; what is beyond is said, and what came before is shown."""
+    pytest.importorskip("tensorboard")
+    assert imported._MOST < 10**6  # read in about five seconds
+    monkeypatch.setattr(imported, "_MOST", 600)
+    files = {
+        "small records": record(1, loss=0.5) * 1000, "empty records": record(1, loss=0.5) + bytes(16) * 1000,
+        "wide records": record(1, loss=0.5) + record(2, **{f"a{i}": 1.0 for i in range(900)}),
+        "settings": record(1, loss=0.5) + b"".join(record(1, **{f"args/{k}": json.dumps({f"{k}.{i}": i for i in range(900)})}) for k in range(9)),
+    }  # fmt: skip
+    path = tmp_path / ("trainer_state.json" if kind == "a state" else "events.out.tfevents.1")
+    rows = [{"step": s, "loss": 0.5} for s in range(900)]
+    path.write_bytes(files[kind] if kind in files else json.dumps({"log_history": rows}).encode())
+    found = read_import([path])
+    assert found.numbers["loss"][1][0] == 0.5 and sum(len(s) for s, _ in found.numbers.values()) <= 601
+    assert len(found.config) <= _METRICS and (kind == "settings") == (not found.problem), found.problem
+    assert "more than 600 records and numbers" in found.problem or kind == "settings"
 
 
 def test_names_that_are_no_files(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ SAME = {"grpo kl", "raft", "online xpo"}  # RAFT cuts its batches to the best an
 
 def marked(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
     """1 or 0, and for half of the prompts always 0: their groups are dead."""
-    return [float(p[-1:] > "m" and len(c) % 2 == 0) for p, c in zip(map(str, prompts), completions)]
+    return [float(len(p) % 2 and len(c) % 2) for p, c in zip(map(str, prompts), completions)]
 
 
 def updates(
@@ -44,7 +44,10 @@ def updates(
     )
     config = info.config.preset("toy", **{k: v for k, v in (SETTINGS | METHODS[name]).items() if k in info.config.model_fields}, output_dir=str(folder))  # fmt: skip
     make: Any = info.trainer
-    run = make(config, model().train(), toy.build_tokenizer(), rows=rows("grpo"), eval_rows=[], reward=reward)
+    policy, tokenizer = model().train(), toy.build_tokenizer()
+    ends = range(5, len(tokenizer), 16)  # half of the answers of ten tokens end
+    policy.generation_config.eos_token_id = [tokenizer.eos_token_id, *ends]
+    run = make(config, policy, tokenizer, rows=rows("grpo"), eval_rows=[], reward=reward)
     with monkeypatch.context() as m:
         if whole:
             m.setattr(OnlineMethod, "computed", lambda self, r, unit=1: r)
@@ -64,13 +67,14 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
 def test_the_update_is_the_same(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, some, event = updates(name, tmp_path / "some", False, monkeypatch)
     plain, every, before = updates(name, tmp_path / "all", True, monkeypatch)
+    assert before["grad_norm"] > 1e-4  # it compares something
     assert sum(some) == sum(every) if name in SAME else 0 < sum(some) < sum(every)
     assert event["loss"] == pytest.approx(before["loss"], rel=1e-5, abs=1e-7) and event["grad_norm"] == pytest.approx(
         before["grad_norm"], rel=1e-5
     )
     ours, theirs = run.engine.optimizer.state, plain.engine.optimizer.state
     for (key, p), q in zip(run.method.module.named_parameters(), plain.method.module.parameters(), strict=True):
-        assert distance(p.detach(), q.detach()) <= 1e-6, key
+        assert distance(p.detach(), q.detach()) <= 5e-6, key  # a bias began at 0 and is a sum of Adam's quotients
         for part in ("exp_avg", "exp_avg_sq") if p in ours else ():
             assert distance(ours[p][part], theirs[q][part]) <= 1e-5, (key, part)
     assert event["update/rows_computed"] <= 32 // (1 + (name in ("online nash",)))

@@ -28,7 +28,7 @@ from rlhf_nb.feedback.traffic import TrafficLog, read_traffic  # noqa: E402
 from rlhf_nb.models.load import load_causal_lm, load_tokenizer  # noqa: E402
 from rlhf_nb.rollout.sampler import sample  # noqa: E402
 from rlhf_nb.serve.api import create_app  # noqa: E402
-from rlhf_nb.serve.batcher import AnswerPiece, Ask, Batcher, ServedEngine  # noqa: E402
+from rlhf_nb.serve.batcher import TURN, AnswerPiece, Ask, Batcher, ServedEngine  # noqa: E402
 from rlhf_nb.serve.door import bind, make_server  # noqa: E402
 from rlhf_nb.serve.gate import new_key  # noqa: E402
 from rlhf_nb.serve.settings import ServeConfig  # noqa: E402
@@ -459,6 +459,74 @@ def test_an_answer_has_the_same_bits_alone_and_in_any_company(folder: str) -> No
         for order in range(6):
             found = told(places, random.Random(order).sample(range(12), 12), 4 * (order % 2))
             assert found == alone, (places, order)
+
+
+@pytest.mark.parametrize("places", [1, 4])
+@pytest.mark.parametrize("flood", ["long answers", "long prompts", "many of them", "tasks"])
+def test_two_tokens_in_a_flood_wait_for_two_steps_at_most(flood: str, places: int) -> None:
+    """No clock: what of eve's is read and written between ann's request and her second token, with every place taken by eve."""
+    engine = ServedEngine(toy.build_model(3, "tiny").eval(), toy.build_tokenizer(), places, 256)
+    batcher, rng, done = Batcher({"toy": engine}, places, read=64), random.Random(0), list[str]()
+    begin = engine.begin
+    told: dict[str, Any] = {"eve": 0, "ann": 0, "turns": 0, "read": []}
+
+    def ask(owner: str, length: int, tokens: int) -> None:
+        ids, how = [rng.randrange(5, 60) for _ in range(length)], SamplingConfig(max_new_tokens=tokens)
+
+        def count(piece: AnswerPiece) -> None:
+            told[owner] += len(piece.tokens)
+
+        batcher.put("toy", Ask(ids, how, [], count, owner=owner))
+
+    def reads(asks: Any) -> None:
+        told["read"] += [(a.owner, len(a.ids)) for a in asks]
+        begin(asks)
+
+    engine.begin = reads  # type: ignore[method-assign]
+    for _ in range(2 * places):
+        ask("eve", 8, 200)
+    for _ in range(3):
+        batcher._turn()
+    assert len(engine.rows) == places
+    most = 2 if places > 1 else TURN
+    for _ in range({"long answers": 8, "long prompts": 30, "many of them": 500, "tasks": 0}[flood]):
+        ask("eve", 200 if flood == "long prompts" else 4, 50)
+    for _ in range(20 if flood == "tasks" else 0):
+        batcher.do(lambda: done.append("eve"), "eve", 100.0)
+    told |= {"eve": 0, "read": []}
+    ask("ann", 5, 2)
+    while told["ann"] < 2 and told["turns"] < 50:
+        batcher._turn()
+        told["turns"] += 1
+    assert told["turns"] <= most and told["read"][0] == ("ann", 5) and len(done) <= 1, (told, len(done))
+    assert told["eve"] <= most * places and sum(n for owner, n in told["read"] if owner == "eve") <= 64 + 200, told
+
+
+def test_more_owners_than_places_take_turns() -> None:
+    """Each long answer that fills a place belongs to another owner; whoever comes later gets two tokens within a turn, and all answers end whole."""
+    engine = ServedEngine(toy.build_model(3, "tiny").eval(), toy.build_tokenizer(), 3, 256)
+    batcher, said, turns = Batcher({"toy": engine}, 3), dict[str, int](), 0
+    ends = dict[str, str | None]()
+
+    def ask(owner: str, tokens: int) -> None:
+        def tell(piece: AnswerPiece) -> None:
+            said[owner] = said.get(owner, 0) + len(piece.tokens)
+            ends[owner] = piece.finish
+
+        batcher.put("toy", Ask([7, 8, 9], SamplingConfig(max_new_tokens=tokens), [], tell, owner=owner))
+
+    for i in range(3):
+        ask(f"eve {i}", 150)
+    batcher._turn()
+    for owner in ("ann", "bob"):
+        ask(owner, 2)
+    while said.get("bob", 0) < 2 and turns < 99:
+        batcher._turn()
+        turns += 1
+    assert said["ann"] == said["bob"] == 2 and turns <= TURN + 1, (turns, said)
+    while batcher.running or batcher.waiting:
+        batcher._turn()
+    assert set(ends.values()) == {"length"} and said == {"eve 0": 150, "eve 1": 150, "eve 2": 150, "ann": 2, "bob": 2}
 
 
 def test_exact_is_said_only_where_it_was_measured(folder: str, running: Running) -> None:

@@ -181,6 +181,7 @@ def test_prediction_against_a_measured_peak() -> None:
         "links: 3.0e+9",
         "flops: -1.0e+12",
         "products: 1.5",
+        *(f"{key}: 5.0e-324" for key in Machine._fields[1:]),
     ],
 )
 def test_a_machine_of_ones_own(wrong: str, tmp_path: Path) -> None:

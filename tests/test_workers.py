@@ -215,6 +215,50 @@ def test_gradients_of_all_cores_take_the_memory_of_one(two_threads: None) -> Non
     assert all(p.grad is not None for p in net.parameters())
 
 
+@pytest.mark.parametrize("first_out", ["the first", "the second"])
+@pytest.mark.parametrize("born", ["before", "inside"])
+def test_fits_that_overlap_in_threads_leave_the_number_of_threads(born: str, first_out: str, two_threads: None) -> None:
+    """Whoever enters and leaves first, and nested: alone inside, and outside as before, threads that begin later included."""
+    told, inside, out = dict[str, int](), threading.Event(), threading.Event()
+    begun, enter = threading.Event(), threading.Event()
+
+    def second() -> None:
+        if born == "before":
+            torch.get_num_threads()  # PyTorch asks for a thread's number at its first use
+        begun.set()
+        enter.wait(20)
+        with workers.alone(), workers.alone():
+            told["alone"] = torch.get_num_threads()
+            inside.set()
+            out.wait(20)
+        told["the second"] = torch.get_num_threads()
+
+    other = threading.Thread(target=second)
+    if born == "before":
+        other.start()
+        begun.wait(20)
+    with workers.alone():
+        if born == "inside":
+            other.start()
+        enter.set()
+        inside.wait(20)
+        with workers.alone():
+            pass
+        told["alone too"] = torch.get_num_threads()
+        if first_out == "the second":
+            out.set()
+            other.join()
+            told["still alone"] = torch.get_num_threads()
+    told["the first"] = torch.get_num_threads()
+    out.set()
+    other.join()
+    later = threading.Thread(target=lambda: told.update(later=torch.get_num_threads()))
+    later.start()
+    later.join()
+    assert {k: n for k, n in told.items() if "alone" not in k} == {"the first": 2, "the second": 2, "later": 2}, told
+    assert {n for k, n in told.items() if "alone" in k} == {1}
+
+
 def test_a_small_model_trains_on_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads that wait for each other at every tiny product cost twenty times the work where cores are busy; what was set comes back."""
     seen: list[int] = []

@@ -73,15 +73,29 @@ def _threads(n: int) -> ThreadPoolExecutor:
         return _pool
 
 
+_inside, _whole = 0, 1  # how many are alone now, and the number of slices outside
+_this = threading.local()
+
+
 @contextmanager
 def alone() -> Iterator[None]:
-    """Inside, operations of this thread are not cut into slices."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    """Inside, operations of this thread are not cut into slices. Threads may overlap: one that begins while another is
+    alone has PyTorch's number for new threads, which is 1 then, and goes back to the number outside."""
+    global _inside, _whole
+    if getattr(_this, "alone", False):
+        yield
+        return
+    with _lock:
+        before = torch.get_num_threads()
+        _whole = _whole if _inside else before
+        before, _inside, _this.alone = before if before > 1 else _whole, _inside + 1, True
+        torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        with _lock:
+            _inside, _this.alone = _inside - 1, False
+            torch.set_num_threads(before)
 
 
 def alone_if_small(model: nn.Module, limit: int = SMALL) -> AbstractContextManager[None]:

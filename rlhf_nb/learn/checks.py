@@ -12,6 +12,7 @@ import os
 import pickle
 import random
 import re
+import site
 import statistics
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import tempfile
 import textwrap
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -28,6 +29,7 @@ import numpy as np
 import torch
 
 from ..core import ConfigError, DataError, derive_seed, did_you_mean, printable, t_share
+from ..console import tell
 from ..files import read_regular, write_whole
 from ..sandbox.runner import fence_in
 from ..untrusted import json_value
@@ -273,6 +275,28 @@ def submit(student: str, file: str | Path | None = None) -> Path:
     return target
 
 
+_ALONE = """import sys, types
+sys.modules["rlhf_nb.learn"] = course = types.ModuleType("rlhf_nb.learn")
+course.__path__ = [{!r}]  # this module without the others of its folder, which hold the truths
+from rlhf_nb.learn.checks import _answers
+_answers()"""
+
+
+def _shut_course() -> None:
+    """(in the child) From now on Python opens no file of the course, and finds none of a clone's."""
+    real, decode, is_, refusal = os.path.realpath, os.fsdecode, isinstance, PermissionError
+    names, home = (str, bytes, os.PathLike), os.path.dirname(real(__file__))
+    clone = os.path.dirname(os.path.dirname(home))
+    if clone not in [real(p) for p in (*site.getsitepackages(), site.getusersitepackages())]:
+        sys.path[:] = [p for p in sys.path if real(p) != clone]  # solutions, and perhaps what others handed in
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        if event == "open" and is_(args[0], names) and real(decode(args[0])).startswith(home):
+            raise refusal("the course's own answers stay closed")
+
+    sys.addaudithook(hook)
+
+
 def _answers() -> None:
     """(in the child) Run the code on all cases and write down what it gave; truth and verdict are elsewhere."""
     name, code, cases, seconds = pickle.load(sys.stdin.buffer)
@@ -290,7 +314,7 @@ def _answers() -> None:
     known |= {"json": json, "t_share": t_share, "__name__": "answer"}
     for module in [m for m in sys.modules if m.startswith("rlhf_nb.learn")]:
         sys.modules[module] = None  # type: ignore[assignment]
-    EXERCISES.clear()
+    _shut_course()
     fence_in(seconds)
     space = dict(known)
     exec(code, space)
@@ -343,7 +367,7 @@ def run_again(name: str, code: str, seed: int, seconds: float = 60.0) -> str:
     """
     asked = exercise(name)
     cases = _cases(asked, seed)
-    command = [sys.executable, "-c", "from rlhf_nb.learn.checks import _answers; _answers()"]
+    command = [sys.executable, "-c", _ALONE.format(os.path.dirname(__file__))]
     with tempfile.TemporaryFile() as told, tempfile.TemporaryDirectory() as folder:
         pipes: dict[str, Any] = {"stdout": told, "stderr": subprocess.DEVNULL, "cwd": folder}
         path = os.pathsep.join([str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")])
@@ -379,20 +403,28 @@ def grade(folder: str | Path, file: str | Path | None = None, seed: int | None =
     Raises:
         DataError: the folder holds no submission. One that can't be read is a row of the table.
     """
-    seed, rows = time.time_ns() if seed is None else seed, list[tuple[str, str, str]]()
-    found = sorted(Path(folder).glob("*.json"))
+    seed, found = time.time_ns() if seed is None else seed, sorted(Path(folder).glob("*.json"))
     if not found:
         raise DataError(f"grade: {folder} holds no .json file. Students write theirs with learn.submit(NAME).")
-    for path in found:
-        try:
-            handed_in = json_value(read_regular(path, 1 << 24))
-            student, answers = str(handed_in["student"]), dict(handed_in["answers"])
-        except (ValueError, KeyError, TypeError, OSError) as error:  # one student's file stops none of the others
-            rows.append((path.stem, "", f"no submission ({str(error)[:200]}): ask for a new one, learn.submit(NAME)"))
-            continue
-        for name, code in sorted((str(k), str(v)) for k, v in answers.items()):
-            rows.append((student, name, run_again(name, code, seed) if name in EXERCISES else "no such exercise"))
     target = Path(file or Path(folder) / "grades.csv")
     with target.open("w", newline="", encoding="utf-8") as out:
-        csv.writer(out).writerows([("student", "exercise", "verdict"), *([_cell(x) for x in row] for row in rows)])
+        write = csv.writer(out).writerow
+        write(("student", "exercise", "verdict"))
+        for n, path in enumerate(found, 1):
+            tell(f"{n} of {len(found)}: {path.name}")
+            for row in _graded(path, seed):
+                write([_cell(x) for x in row])
+                out.flush()  # what was graded stays, if it is stopped
     return target
+
+
+def _graded(path: Path, seed: int) -> Iterator[tuple[str, str, str]]:
+    """Student, exercise and verdict of each answer in a submission."""
+    try:
+        handed_in = json_value(read_regular(path, 1 << 24))
+        student, answers = str(handed_in["student"]), dict(handed_in["answers"])
+    except (ValueError, KeyError, TypeError, OSError) as error:  # one student's file stops none of the others
+        yield path.stem, "", f"no submission ({str(error)[:200]}): ask for a new one, learn.submit(NAME)"
+        return
+    for name, code in sorted((str(k), str(v)) for k, v in answers.items()):
+        yield student, name, run_again(name, code, seed) if name in EXERCISES else "no such exercise"

@@ -270,6 +270,9 @@ class RunControl:
                     self.requests.done(request, self.run.step, ok)
 
 # %% ../../nbs/run/control.ipynb #8fd1f4ff
+_RIGHTS = ("trust_remote_code", "programs_may_escape")  # settings by which code gets rights
+
+
 def start_fork(folder: str | Path, at: int, changes: Mapping[str, Any]) -> Path:
     """Begin another future of a run in a process of its own, as `rlhf-nb fork FOLDER --at STEP KEY=VALUE` does.
 
@@ -285,6 +288,8 @@ def start_fork(folder: str | Path, at: int, changes: Mapping[str, Any]) -> Path:
         RunError: a setting that isn't a number, or no such folder.
     """
     for key, value in changes.items():
+        if key.rpartition(".")[2] in _RIGHTS:
+            raise RunError(f"{key} lets foreign code run, which no click may do. In a terminal: rlhf-nb fork")
         number = value is None or (isinstance(value, int | float) and math.isfinite(value))
         if not number or not re.fullmatch(r"[a-z]\w{0,60}(\.[a-z]\w{0,60}){0,5}", key, re.ASCII):
             raise RunError(

@@ -42,7 +42,7 @@ def named_gpu(name: str) -> Machine:
         name: `h100`, say; or a YAML file with the numbers of another kind.
 
     Raises:
-        ConfigError: no such kind; or a number is missing, unknown, not positive or too large.
+        ConfigError: no such kind; or a number is missing, unknown, or not between 1e-9 and 1e30.
     """
     known, numbers = table_of("scale/machines.yaml"), ", ".join(Machine._fields[1:])
     stated = read_config_file(Path(name)) if name.endswith((".yaml", ".yml")) else known.get(name.lower())
@@ -50,11 +50,11 @@ def named_gpu(name: str) -> Machine:
         raise ConfigError(f"no GPU {name!r} is known, only {', '.join(known)}. Or name a YAML file with its {numbers}.")
     wrong = set(Machine._fields[1:]) ^ set(stated)
     most = {"products": 1.0}
-    wrong |= {k for k, v in stated.items() if type(v) not in (int, float) or not 0 < v <= most.get(k, 1e30)}
+    wrong |= {k for k, v in stated.items() if type(v) not in (int, float) or not 1e-9 <= v <= most.get(k, 1e30)}
     if wrong:
         raise ConfigError(
-            f"{name}: {', '.join(sorted(map(str, wrong)))} is missing, unknown or no positive number. A machine has "
-            f"{numbers}; products is a share, at most 1."
+            f"{name}: {', '.join(sorted(map(str, wrong)))} is missing, unknown or not from 1e-9 to 1e30. A machine "
+            f"has {numbers}; products is a share, at most 1."
         )
     return Machine(Path(name).stem.lower(), **stated)
 

@@ -19,17 +19,8 @@ from .reading import reading_routes
 from .settings import package_of_serving
 from .site import Site
 
-
-def fastapi() -> Any:
-    """The package fastapi.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
-    return package_of_serving("fastapi")
-
 # %% auto #0
-__all__ = ['fastapi', 'whole_answer', 'best_of', 'stream', 'answer', 'create_app']
+__all__ = ['whole_answer', 'best_of', 'stream', 'answer', 'create_app']
 
 # %% ../../nbs/serve/api.ipynb #5e887010
 def _broken(answers: Sequence[Answer]) -> Refused | None:
@@ -114,7 +105,7 @@ async def _cancel_when_gone(request: Any, exchange: Exchange) -> None:
 
 async def answer(desk: Desk, request: Any, kind: type[Asked]) -> Any:
     """The response to a request for completions."""
-    responses = fastapi().responses
+    responses = package_of_serving("fastapi").responses
     who, asked = await desk.intake.read(request, kind)
     exchange, prompts, draws = await desk.open(asked, who)
     model, chat = exchange.answers[0].model, isinstance(asked, ChatAsked)
@@ -152,7 +143,7 @@ def create_app(site: Site, routers: Sequence[Callable[[Desk], Any]] = (), traffi
     Raises:
         ConfigError: a package or a key file is missing.
     """
-    web, c = fastapi(), site.config
+    web, c = package_of_serving("fastapi"), site.config
     desk = Desk(site, Meters(site.batcher), Gate(c, None if c.keys is None else read_keys(c.keys)), traffic)
     app = web.FastAPI(title="rlhf_nb", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.desk = desk

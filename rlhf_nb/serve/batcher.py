@@ -32,9 +32,10 @@ from ..types import prompt_uid
 
 log = logging.getLogger(__name__)
 READ_PER_WRITTEN = 16.0  # tokens that are read in about the time in which one is written
+TURN = 32  # tokens that an answer writes, at least, before it makes room for an owner who has no place
 
 # %% auto #0
-__all__ = ['log', 'READ_PER_WRITTEN', 'Token', 'AnswerPiece', 'Ask', 'ServedEngine', 'Batcher']
+__all__ = ['log', 'READ_PER_WRITTEN', 'TURN', 'Token', 'AnswerPiece', 'Ask', 'ServedEngine', 'Batcher']
 
 # %% ../../nbs/serve/batcher.ipynb #5e883007
 class Token(NamedTuple):
@@ -111,6 +112,7 @@ class _Row(Answering):
         super().__init__(ask.ids, room, choose, numbers, ask.owner)
         self.ask, self.words, self.temperature = ask, Words(tokenizer, ask.stop), choose.sampling.temperature
         self.held: list[Token] = []  # tokens whose text isn't sure
+        self.turn = 0  # tokens since it has its place
         self.draft, self.pace = LookUp(), Pace(ahead)
 
     def propose(self) -> list[int]:
@@ -121,6 +123,7 @@ class _Row(Answering):
     def take(self, token: int, logp: float, ended: bool, lines: Tensor, at: int) -> None:
         """Append a token, and tell what became sure."""
         super().take(token, logp, ended, lines, at)
+        self.turn += 1
         top: tuple[tuple[int, float], ...] = ()
         if self.ask.top:
             best = (lines[at].float() / self.temperature).log_softmax(-1).topk(self.ask.top)
@@ -213,7 +216,7 @@ class ServedEngine(RowEngine):
         now = time.monotonic()
         for ask in asks:
             ask.row = ask.row or _Row(ask, self.tokenizer, self._chooser(ask), self.ahead)
-            ask.begun = ask.begun or now
+            ask.begun, ask.row.turn = ask.begun or now, 0
         self.join([ask.row for ask in asks])
         self.leave()
 
@@ -445,6 +448,9 @@ class Batcher:
                 part, engines = own + 1, [engine]
             greedy = {who for who, n in rows.items() if n > part > own}
             there = [(each, row) for each in engines for row in each.rows if row.ask.owner in greedy]
+            if not (there or own):  # more owners than places: who has had more has had its turn
+                had, every = self.shares.had, [(each, row) for each in engines for row in each.rows]
+                there = [x for x in every if x[1].turn >= TURN and had(x[1].ask.owner) > had(ask.owner)]
             if not there:
                 return False
             home, row = min(there, key=lambda x: len(x[1].text))  # the least to read again

@@ -6,9 +6,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,6 +25,8 @@ from .meters import Meters
 from .protocol import MOST_SCHEMA, Asked, ChatAsked, Refused, TextAsked
 from .site import Model, Site
 from ..types import PromptBatch
+
+_T = TypeVar("_T")
 
 # %% auto #0
 __all__ = ['Answer', 'Exchange', 'Desk']
@@ -124,13 +126,17 @@ class Desk:
         self.config = site.config
         self.intake = Intake(gate, lambda status: meters.refused.labels(str(status)).inc())
 
+    def choose(self, asked: Any, who: str) -> Model:
+        """The model that a client gets."""
+        return self.site.choose(asked.model, f"{who}\0{asked.user or ''}")
+
     async def open(self, asked: Asked, who: str) -> tuple[Exchange, list[list[int]], int]:
         """An exchange for a request that may pass, its prompts' tokens, and how many draws each prompt gets.
 
         Raises:
             Refused: it may not.
         """
-        model = self.site.choose(asked.model, f"{who}\0{asked.user or ''}")
+        model = self.choose(asked, who)
         if isinstance(asked, TextAsked):
             given: list[Any] = list(asked.prompts)
             draws = asked.best_of or asked.n
@@ -251,10 +257,9 @@ class Desk:
 
     async def score(self, exchange: Exchange, answers: Sequence[Answer]) -> list[float]:
         """What a model's reward says of answers to one prompt; computed by the thread that owns the models."""
-        loop, model, ask = asyncio.get_running_loop(), answers[0].model, answers[0].ask
-        done: asyncio.Future[list[float]] = loop.create_future()
+        model, ask = answers[0].model, answers[0].ask
 
-        def work() -> None:
+        def work() -> list[float]:
             try:
                 ids, lens, finished, _ = answers_to_tensors(
                     [[t.id for t in a.tokens] for a in answers], None, list(ask.eos), 0, torch.device("cpu")
@@ -262,23 +267,32 @@ class Desk:
                 batch = PromptBatch.from_lists([list(ask.ids)], prompts=[exchange.prompt])
                 with model.lock:
                     r = as_rollout(batch, len(answers), ids, lens, finished, None, model.tokenizer)
-                scores = model.rewards(r)[0].tolist()
-                loop.call_soon_threadsafe(_settle, done, scores, None)
+                return [float(x) for x in model.rewards(r)[0]]
             except Exception as e:
                 log.exception("a reward failed")
-                loop.call_soon_threadsafe(
-                    _settle,
-                    done,
-                    None,
-                    Refused(500, f"the reward that best_of chooses by failed ({type(e).__name__}).", "server_error"),
-                )
+                why = f"the reward that best_of chooses by failed ({type(e).__name__})."
+                raise Refused(500, why, "server_error") from e
 
-        cost = sum(len(a.ask.ids) + len(a.tokens) for a in answers) / READ_PER_WRITTEN
-        self.site.batcher.do(work, exchange.who, cost)
+        return await self.read(exchange.who, sum(len(a.ask.ids) + len(a.tokens) for a in answers), work)
+
+    async def read(self, who: str, tokens: int, work: Callable[[], _T]) -> _T:
+        """What the thread that owns the models makes of a client's text, so many tokens long, in its turn."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[_T] = loop.create_future()
+
+        def settle(value: Any, problem: BaseException | None) -> None:
+            if not done.done():
+                done.set_result(value) if problem is None else done.set_exception(problem)
+
+        def task() -> None:
+            if done.cancelled():  # the client is gone
+                return
+            try:
+                with torch.no_grad():
+                    found, problem = work(), None
+            except Exception as e:  # told to the client's route; the thread goes on
+                found, problem = None, e
+            loop.call_soon_threadsafe(settle, found, problem)
+
+        self.site.batcher.do(task, who, tokens / READ_PER_WRITTEN)
         return await done
-
-
-def _settle(done: asyncio.Future[Any], value: Any, problem: Exception | None) -> None:
-    """End a wait, unless it was cancelled."""
-    if not done.done():
-        done.set_result(value) if problem is None else done.set_exception(problem)

@@ -17,17 +17,8 @@ from .settings import ServeConfig, is_local, package_of_serving
 
 _T = TypeVar("_T")
 
-
-def uvicorn() -> Any:
-    """The package uvicorn.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
-    return package_of_serving("uvicorn")
-
 # %% auto #0
-__all__ = ['MOST_HEAD', 'MOST_HEADERS', 'MOST_PARTS', 'LEAST_PART', 'uvicorn', 'patient_protocol', 'PatientReading', 'check_json',
+__all__ = ['MOST_HEAD', 'MOST_HEADERS', 'MOST_PARTS', 'LEAST_PART', 'patient_protocol', 'PatientReading', 'check_json',
            'read_body', 'check_host', 'gone', 'unless_gone', 'bind', 'make_server']
 
 # %% ../../nbs/serve/door.ipynb #5e889006
@@ -295,7 +286,7 @@ def make_server(app: Any, config: ServeConfig, draining: Callable[[], None] = la
         config: settings.
         draining: is called when the server is told to end.
     """
-    package = uvicorn()
+    package = package_of_serving("uvicorn")
 
     class Door(package.Server):  # type: ignore[misc, name-defined]
         """Knows when it is told to end."""

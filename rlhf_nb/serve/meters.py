@@ -13,18 +13,8 @@ from .settings import package_of_serving
 LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)  # seconds
 PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
-
-def prometheus() -> Any:
-    """The package prometheus_client.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
-    package_of_serving("prometheus_client.core")
-    return package_of_serving("prometheus_client")
-
 # %% auto #0
-__all__ = ['LATENCY', 'PER_TOKEN', 'prometheus', 'Meters', 'quantile']
+__all__ = ['LATENCY', 'PER_TOKEN', 'Meters']
 
 # %% ../../nbs/serve/meters.ipynb #5e885006
 class Meters:
@@ -35,7 +25,7 @@ class Meters:
     """
 
     def __init__(self, batcher: Batcher | None = None) -> None:
-        p = self.client = prometheus()
+        p = self.client = package_of_serving("prometheus_client")
         r = self.registry = p.CollectorRegistry()
 
         def timed(name: str, about: str, buckets: tuple[float, ...]) -> Any:
@@ -49,7 +39,7 @@ class Meters:
         self.tokens = p.Counter("rlhf_nb_tokens", "tokens of prompts and of answers", ["model", "kind"], registry=r)
         self.refused = p.Counter("rlhf_nb_requests_refused", "requests by the status they got", ["status"], registry=r)
         if batcher is not None:
-            r.register(_Live(batcher, p))
+            r.register(_Live(batcher))
 
     def ended(
         self,
@@ -87,8 +77,8 @@ class Meters:
 class _Live:
     """What the batcher knows at the moment."""
 
-    def __init__(self, batcher: Batcher, client: Any) -> None:
-        self.batcher, self.kinds = batcher, client.core
+    def __init__(self, batcher: Batcher) -> None:
+        self.batcher, self.kinds = batcher, package_of_serving("prometheus_client.core")
 
     def collect(self) -> Iterator[Any]:
         """Called by the registry."""
@@ -100,27 +90,3 @@ class _Live:
         yield counter("rlhf_nb_steps", "passes of the models", sum(e.passes for e in engines))
         yield counter("rlhf_nb_step_tokens", "tokens that came of them", sum(e.tokens for e in engines))
         yield gauge("rlhf_nb_up", "1: the thread that owns the models lives", float(b.alive))
-
-# %% ../../nbs/serve/meters.ipynb #5e885009
-def quantile(histogram: Any, q: float, model: str) -> float:
-    """A quantile of a histogram, linear inside its bucket, as Prometheus computes it; NaN: nothing was observed.
-
-    Args:
-        histogram: of `Meters`.
-        q: 0 to 1.
-        model: its label.
-    """
-    buckets = [
-        (float(s.labels["le"]), s.value)
-        for family in histogram.collect()
-        for s in family.samples
-        if s.name.endswith("_bucket") and s.labels["model"] == model
-    ]
-    if not buckets or not buckets[-1][1]:
-        return math.nan
-    rank, low, below = q * buckets[-1][1], 0.0, 0.0
-    for le, count in buckets:
-        if count >= rank:
-            return low if math.isinf(le) else low + (le - low) * (rank - below) / (count - below)
-        low, below = le, count
-    return low

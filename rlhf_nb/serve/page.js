@@ -93,7 +93,7 @@ function marks(buttons, said, about) {
 const THUMBS = [['good', 'a good answer', {rating: 'up'}, 'up'], ['bad', 'a bad answer', {rating: 'down'}, 'down']];
 const CHOICE = [
   ['left', 'the left one is better', {choice: 'first'}], ['right', 'the right one is better', {choice: 'second'}],
-  ['tie', 'both are as good', {choice: 'tie'}], ['both bad', 'both are bad', {choice: 'both_bad'}]];
+  ['tie', 'tie: both are as good', {choice: 'tie'}], ['both bad', 'both bad, neither is good', {choice: 'both_bad'}]];
 function opinion(prompt, texts, versions, turn) {
   const one = {prompt, answer: texts[0], version: versions[0]};
   if (texts.length < 2) return marks(THUMBS, one, () => one);

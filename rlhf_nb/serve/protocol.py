@@ -67,14 +67,7 @@ def too_many(why: str, seconds: int, code: str = "server_busy") -> Refused:
     return Refused(429, f"{why}: come again in {seconds} s.", "rate_limit_error", code, after)
 
 # %% ../../nbs/serve/protocol.ipynb #5e881008
-HARMLESS = (
-    "store",
-    "metadata",
-    "service_tier",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-)
+HARMLESS = ("store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
 NEUTRAL: dict[str, tuple[Any, ...]] = {  # what can't be done here, and the values with which nothing is to be done
     "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},), "functions": ([],),
     "function_call": ("none", "auto"), "tools": ([],), "tool_choice": ("none", "auto"),

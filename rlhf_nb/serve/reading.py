@@ -9,7 +9,7 @@ import math
 import struct
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -19,15 +19,12 @@ from ..rollout.backends import answers_to_tensors
 from ..rollout.sampler import as_rollout
 from ..scoring.head import split_head
 from ..scoring.scores import logps
-from .batcher import READ_PER_WRITTEN
 from .desk import Desk
 from .door import gone, unless_gone
 from .protocol import MOST_PROMPTS, Refused, _Ids, _Said, _Text
 from .settings import package_of_serving
 from .site import Model
 from ..types import PromptBatch
-
-_T = TypeVar("_T")
 
 # %% auto #0
 __all__ = ['ScoreAsked', 'EmbeddingsAsked', 'log_probs', 'reward_of', 'embedding', 'reading_routes']
@@ -70,34 +67,6 @@ class EmbeddingsAsked(BaseModel):
         return list(given)
 
 # %% ../../nbs/serve/reading.ipynb #e03c9e07
-async def _read(desk: Desk, who: str, tokens: int, work: Callable[[], _T]) -> _T:
-    """What the thread that owns the models makes of a client's text, so many tokens long, when its turn has come."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[_T] = loop.create_future()
-
-    def settle(value: Any, problem: BaseException | None) -> None:
-        if not done.done():
-            done.set_result(value) if problem is None else done.set_exception(problem)
-
-    def task() -> None:
-        if done.cancelled():  # the client is gone
-            return
-        try:
-            with torch.no_grad():
-                found, problem = work(), None
-        except Exception as e:  # told to the client's route; the thread goes on
-            found, problem = None, e
-        loop.call_soon_threadsafe(settle, found, problem)
-
-    desk.site.batcher.do(task, who, tokens / READ_PER_WRITTEN)
-    return await done
-
-
-def _chosen(desk: Desk, asked: Any, who: str) -> Model:
-    """The model that reads."""
-    return desk.site.choose(asked.model, f"{who}\0{asked.user or ''}")
-
-
 def _fit(model: Model, tokens: int) -> None:
     """Refuse what is longer than a model can read."""
     if tokens > model.length:
@@ -160,11 +129,11 @@ async def _scored_answer(desk: Desk, asked: ScoreAsked, model: Model, who: str) 
     _fit(model, len(prompt) + max(map(len, answers)))
     for i, answer in enumerate(answers):
         size = len(prompt) + len(answer)
-        each = _finite(await _read(desk, who, size, lambda a=answer: log_probs(model, prompt, a)))  # type: ignore[misc]
+        each = _finite(await desk.read(who, size, lambda a=answer: log_probs(model, prompt, a)))  # type: ignore[misc]
         row = {"index": i, "logprob": sum(each), "tokens": len(each), "token_logprobs": each, "reward": None}
         if model.rewards is not None:
             judged = partial(reward_of, model, prompt, given, answer)
-            row["reward"] = await _read(desk, who, size, judged)
+            row["reward"] = await desk.read(who, size, judged)
         data.append(row)
         tokens += size
     return {"object": "list", "data": data, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
@@ -179,7 +148,7 @@ async def _embeddings(desk: Desk, asked: EmbeddingsAsked, model: Model, who: str
         ids = await desk.intake.turns.do(who, model.least(text), model.encode, text)
         desk.gate.fine(who, len(ids) - model.least(text))
         _fit(model, len(ids))
-        vector: Any = _finite(await _read(desk, who, len(ids), lambda x=ids: embedding(model, x)))  # type: ignore[misc]
+        vector: Any = _finite(await desk.read(who, len(ids), lambda x=ids: embedding(model, x)))  # type: ignore[misc]
         if asked.encoding_format == "base64":
             vector = base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
         data.append({"object": "embedding", "index": i, "embedding": vector})
@@ -199,7 +168,7 @@ def reading_routes(desk: Desk) -> list[tuple[str, Callable[[Any], Any]]]:
         async def call(request: Any) -> Any:
             who, read = await desk.intake.read(request, kind)
             asked: Any = read
-            model = _chosen(desk, asked, who)
+            model = desk.choose(asked, who)
             ticket, left = desk.gate.admit(who, 1), asyncio.ensure_future(gone(request))
             try:
                 found = await unless_gone(left, reply(desk, asked, model, who))

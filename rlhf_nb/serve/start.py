@@ -3,7 +3,6 @@
 # %% ../../nbs/serve/start.ipynb #5e932004
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from ..console import tell
 from ..bench.talk import read_generation
 from ..config import ModelConfig
 from ..core import ConfigError
-from .settings import ServeConfig
+from .settings import ServeConfig, package_of_serving
 
 # %% auto #0
 __all__ = ['named_places', 'shares_of', 'read_settings', 'serve', 'memory_told']
@@ -87,13 +86,13 @@ def serve(config: ServeConfig) -> None:
     Raises:
         ConfigError, ModelError: why it can't begin.
     """
-    from rlhf_nb.serve.api import create_app, fastapi
-    from rlhf_nb.serve.door import bind, make_server, uvicorn
+    from rlhf_nb.serve.api import create_app
+    from rlhf_nb.serve.door import bind, make_server
     from rlhf_nb.serve.gate import read_keys
-    from rlhf_nb.serve.meters import prometheus
     from rlhf_nb.serve.site import load_site, settled
 
-    fastapi(), uvicorn(), prometheus()
+    for name in ("fastapi", "uvicorn", "prometheus_client"):
+        package_of_serving(name)
     if config.keys is not None:
         read_keys(config.keys)
     listening = bind(config.host, config.port)
@@ -131,15 +130,9 @@ def _routers(config: ServeConfig) -> list[Any]:
 
     out: list[Any] = [page_router] if config.page else []
     if config.feedback is not None:
-        try:
-            make = importlib.import_module("rlhf_nb.serve.thumbs").feedback_router
-        except ImportError as e:
-            raise ConfigError(
-                f"feedback={config.feedback}: what takes feedback can't be loaded ({e}). Leave it out, or install "
-                "rlhf_nb anew."
-            ) from e
+        from rlhf_nb.serve.thumbs import feedback_router
 
-        out.append(lambda desk: make(config.feedback, desk.intake))
+        out.append(lambda desk: feedback_router(config.feedback, desk.intake))
     return out
 
 

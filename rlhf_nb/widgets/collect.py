@@ -49,7 +49,7 @@ class LabelQueue:
         shuffle: False asks in the given order.
         fold: characters from which an answer is closed until opened.
         least_seconds: a key that comes sooner after a pair appeared is not a decision about it.
-        guideline: stands beside the pairs; Markdown.
+        guideline: shown beside the pairs; Markdown.
         reasons: up to nine, one key each.
         repeats: share of the decided pairs that come once more, at least 20 labels later and with sides exchanged: how
             far does a person agree with themselves?

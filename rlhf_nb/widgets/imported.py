@@ -75,7 +75,8 @@ def find_runs(folder: str | Path, depth: int = 5) -> list[Path]:
 # %% ../../nbs/widgets/imported.ipynb #b4725e69
 MAX_IMPORT = 256 << 20  # bytes of a run's files
 _RECORD = 1 << 20  # bytes of a record; a longer one is a picture, and is passed over
-_METRICS = 2000
+_METRICS = 2000  # and settings
+_MOST = 1 << 19  # records and numbers: what is read in about five seconds
 _NAMES = table_of("widgets/panels.yaml")["imported"]
 
 
@@ -93,9 +94,17 @@ class _Columns:
 
     def __init__(self) -> None:
         self.found: dict[str, tuple[array[float], array[float]]] = {}
+        self.left = _MOST
+
+    def count(self) -> None:
+        """One more number or record."""
+        self.left -= 1
+        if self.left < 0:
+            raise Unreadable(f"it has more than {_MOST:,} records and numbers; the first ones are shown")
 
     def add(self, name: str, step: Any, value: Any) -> None:
         """Take in one number; whatever is none is left out."""
+        self.count()
         name = name.removeprefix("train/")
         name = f"eval/{name[5:]}" if name.startswith("eval_") else name
         name = _NAMES.get(name, name)
@@ -149,6 +158,7 @@ def _read_events(path: Path, columns: _Columns, config: dict[str, Any], most: in
 
     with open_regular(path) as file:
         while file.tell() < most and len(head := file.read(12)) == 12:
+            columns.count()
             size = int.from_bytes(head[:8], "little")
             if size > _RECORD:
                 file.seek(min(size, MAX_IMPORT) + 4, 1)
@@ -162,7 +172,8 @@ def _read_events(path: Path, columns: _Columns, config: dict[str, Any], most: in
                     if kind == "tensor" and len(tensor.string_val) == 1 and value.tag.startswith("args/"):
                         with suppress(Unreadable):
                             told = json_value(tensor.string_val[0], _RECORD)
-                            config.update(told if isinstance(told, dict) else {})
+                            few = isinstance(told, dict) and len(config) + len(told) <= _METRICS
+                            config.update(told if few else {})
                     elif kind == "tensor" and tensor.dtype == 1:  # float32
                         content = np.frombuffer(tensor.tensor_content[:4].ljust(4, b"\0"), "<f4")
                         columns.add(value.tag, event.step, float((*tensor.float_val, *content)[0]))

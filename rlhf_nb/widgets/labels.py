@@ -140,7 +140,7 @@ class Label:
     swapped: bool  # whether `second` was shown on the left (A)
     note: str = ""
     reasons: tuple[str, ...] = ()
-    again: bool = False  # the same person was asked a second time, without being told; the first answer stands
+    again: bool = False  # the same person was asked a second time, without being told; the first answer counts
 
 # %% ../../nbs/widgets/labels.ipynb #df8ff93b
 def _text(value: Any) -> str:

@@ -9,6 +9,7 @@ And a process that has imported transformers doesn't look through a million obje
 """
 
 import atexit
+import functools
 import gc
 import importlib.abc
 import os
@@ -44,6 +45,7 @@ def shift_torch(torch: ModuleType) -> None:
 def shift_numbers(numbers: ModuleType) -> None:
     plain = numbers.uniforms
 
+    @functools.wraps(plain)  # whose source the dojo shows
     def uniforms(seed, *where):  # type: ignore[no-untyped-def]
         return plain(shift(seed), *where)
 

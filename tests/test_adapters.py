@@ -1,0 +1,85 @@
+"""Games of other packages, played for real where they are installed: seeded, whoever else plays; a run learns from one."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_nb.data import toy
+from rlhf_nb.rollout.adapters import Gymnasium, ReasoningGym, TextArena
+from rlhf_nb.rollout.episodes import Turn
+from rlhf_nb.train.grpo import GRPOConfig, GRPOTrainer
+
+
+def play(game: Any, moves: list[str], seed: int = 3) -> list[Any]:
+    """All that a game says."""
+    heard: list[Any] = [game.reset({}, seed)]
+    for i, move in enumerate(moves, 1):
+        heard.append(game.step(Turn(move, [], None, i, 99)))
+        if heard[-1].done:
+            break
+    game.close()
+    return heard
+
+
+@pytest.mark.parametrize(
+    ("name", "moves", "shows", "pays"),
+    [
+        ("FrozenLake-v1", [*"?1122121", "2", "2"], "[S]FFF", None),
+        ("Taxi-v4", ["0"] * 3, "+---------+", None),
+        ("Blackjack-v1", ["0"], "State: (", None),
+        ("CliffWalking-v1", ["0", *["1"] * 11, "2"], "State: 36", -1.0),
+    ],
+)
+def test_gymnasium(name: str, moves: list[str], shows: str, pays: float | None) -> None:
+    pytest.importorskip("gymnasium")
+    one, two = (play(Gymnasium(name), moves) for _ in range(2))
+    assert one == two and shows in one[0] and "Answer with a number from 0 to" in one[0]
+    assert pays is None or (one[-1].done and one[-1].reward == pays and one[1].reward == -1)
+    assert name != "FrozenLake-v1" or one[1].metrics == {"no_move": 1.0}
+
+
+@pytest.mark.parametrize("name", ["basic_arithmetic", "chain_sum", "word_sorting", "sudoku"])
+def test_reasoning_gym(name: str) -> None:
+    pytest.importorskip("reasoning_gym")
+    game = ReasoningGym(name)
+    asked = game.reset({}, 5)
+    right = str(game.puzzles[0]["answer"])
+    assert asked == ReasoningGym(name).reset({}, 5) != game.reset({}, 6)
+    game.reset({}, 5)
+    marked = [game.step(Turn(text, [], None, 1, 9)) for text in (f"So: <answer>{right}</answer>.", right, "no idea")]
+    assert [m.reward for m in marked[:2]] == [1.0, 1.0] and marked[2].reward < 0.5 and all(m.done for m in marked)
+
+
+GAMES = {
+    "GuessTheNumber-v0": [f"[{i}]" for i in range(1, 21)], "TowerOfHanoi-v0": ["[A B]", "[A C]", "nonsense"],
+    "Mastermind-v0": ["[1 2 3 4]", "[2 3 4 5]"], "FrozenLake-v0": ["[right]", "[down]"], "LightsOut-v0": ["[1]"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GAMES)
+def test_textarena(name: str) -> None:
+    pytest.importorskip("textarena")
+    alone = play(TextArena(name), GAMES[name])
+    others = [TextArena(name) for _ in range(3)]
+    for i, other in enumerate(others):
+        other.reset({}, i)
+    assert play(TextArena(name), GAMES[name]) == alone and len(alone[0]) > 40
+    assert all(s.says and alone[0] not in s.says for s in alone[1:] if not s.done), "rules are told once"
+
+
+def test_a_run_learns_from_a_game(tmp_path: Path) -> None:
+    pytest.importorskip("gymnasium")
+    how = {"environment": "gymnasium", "options": {"game": "FrozenLake-v1"}, "max_turns": 3}
+    config = GRPOConfig.preset(
+        "toy", output_dir=str(tmp_path), steps=1, num_generations=4, mini_batch_size=8, console=False, episodes=how
+    )
+    model = toy.build_model(0, "tiny")
+    model.config.max_position_embeddings = 1024
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        event = GRPOTrainer(config, model, toy.build_tokenizer(), rows=[{"prompt": "Play."}] * 8).fit()[-1]
+    assert event["rollout/no_move"] + event["rollout/turns"] > 1 and "rewards/environment" in event
