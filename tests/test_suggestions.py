@@ -195,6 +195,9 @@ def test_each_line_is_understood(line: Suggestion, world: Path, monkeypatch: pyt
     if mention(words) or "--help" in words:
         call(*[w for w in words if w != "--help"], "--help")
         return
+    if "--rollouts" in words:  # reads the run while it is parsed: run in the slow suite, with a run that has steps
+        assert "--rollouts" in call(words[0], "--help")
+        return
     resolve(*read(words))
 
 

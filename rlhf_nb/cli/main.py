@@ -159,7 +159,7 @@ for module, names in (
     (ask, ("sample", "chat", "get", "eval", "compare")),
     (models, ("export", "merge", "push")),
     (traffic, ("serve", "feedback", "cycle")),
-    (trials, ("fork",)),
+    (trials, ("fork", "overopt")),
 ):
     for name in names:
         app.command(name)(getattr(module, f"{name.replace('-', '_')}_command"))
@@ -483,6 +483,16 @@ def rollback(
         _tell(told_of_going_back(folder, step, failed), err=False)
 
 # %% ../../nbs/cli/main.ipynb #744b753c
+def _overlap(folder: str | None) -> None:
+    """`plan --rollouts`, which needs no method."""
+    if folder is not None:
+        with told(False):
+            from rlhf_nb.scale.overlap import overlap_table
+
+            _tell(overlap_table(folder), err=False)
+        raise typer.Exit
+
+
 @app.command("plan")
 def plan_command(
     kind: str = MethodName, overrides: list[str] = Overrides, config: str = ConfigFile, toy: bool = Toy,
@@ -491,6 +501,7 @@ def plan_command(
     host: float = typer.Option(None, help="GiB of main memory for each GPU; default: enough", min=0, max=1e6),
     on: str = typer.Option(None, help="kind of GPU, for seconds a step: t4 to b200, or a YAML file of its rates"),
     price: float = typer.Option(None, help="of a GPU's hour; needs --on", min=0, max=1e6),
+    rollouts: str = typer.Option(None, callback=_overlap, is_eager=True, help="a run: which lag and workers would pay"),
     debug: bool = Debug,
 ) -> None:  # fmt: skip
     """Predict what fits on how many GPUs (memory by role, ZeRO stage, offloading), and how long a step takes there."""

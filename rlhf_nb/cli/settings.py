@@ -136,7 +136,7 @@ GROUPS = {  # as `--help` shows them; a method that is named nowhere is listed u
         "sft", "rlaif", "reward", "process", "ppo", "grpo", "rloo", "online-dpo", "dpo", "kto", "distill", "raft",
         "fork", "config",
     ),
-    "Look": ("board", "watch", "report"),
+    "Look": ("board", "watch", "report", "overopt"),
     "Judge": ("eval", "compare"),
     "Use and watch": ("sample", "get", "serve", "feedback", "cycle"),
     "Operate": ("plan", "launch", "runs", "metrics", "export", "merge", "push"),
@@ -146,7 +146,7 @@ EXAMPLES = {  # the line that is typed most
     "doctor": "doctor dpo model.name_or_path=smollm2 data.path=pairs.jsonl", "run": "run --config runs/demo",
     "chat": "chat smollm2", "learn": "learn quiz 1",
     "fork": "fork runs/ppo --at 40 kl_coef=0.2",
-    "board": "board runs", "watch": "watch runs/ppo", "report": "report runs/ppo",
+    "board": "board runs", "watch": "watch runs/ppo", "report": "report runs/ppo", "overopt": "overopt runs/ppo",
     "eval": "eval runs/ppo/model --suite sums", "compare": "compare smollm2 runs/sft/model --suite sums",
    
     "sample": "sample runs/ppo/model 'Where do owls live?'", "get": "get smollm2", "serve": "serve smollm2",

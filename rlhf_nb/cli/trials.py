@@ -11,7 +11,7 @@ from .options import Debug, told
 from ..console import again, me, tell
 
 # %% auto #0
-__all__ = ['fork_command']
+__all__ = ['fork_command', 'overopt_command']
 
 # %% ../../nbs/cli/trials.ipynb #c1520a05
 _Run = typer.Argument(..., help="the run's directory")
@@ -42,3 +42,15 @@ def fork_command(
         if not prepare:
             run_fork(made)
             tell(f"Both futures side by side: {me()} board {made.folder.parent}", err=False)
+
+
+def overopt_command(
+    run: Path = _Run,
+    gold: str = typer.Option(None, help="metric of what is wanted; default: rewards/gold or eval/gold"),
+    debug: bool = Debug,
+) -> None:
+    """Say where gold peaks over KL, and how much KL is left; the picture goes into figures/."""
+    with told(debug):
+        from rlhf_nb.pipeline.lab import overopt
+
+        overopt(run, gold, say=lambda text: tell(text, err=False))
