@@ -34,6 +34,11 @@ SCORES = "values = scores_a = points = said = [1.0, 0.0, 1.0, 1.0] * 3; true = s
 SCORES += "from rlhf_nb.evaluate.intervals import *; from rlhf_nb.evaluate.metrics import *\n"
 SFT = "rows = toy.sft_rows(16, 0); trainer = SFTTrainer(SFTConfig.preset('toy', output_dir='run', **few), model, tokenizer, rows, eval_rows=rows[:4])\n"
 GRPO = "save_model(model, tokenizer, 'tiny'); config = GRPOConfig.preset('toy', output_dir='run', model=dict(name_or_path='tiny'), rollout_batch_size=8, num_generations=4, sampling=dict(max_new_tokens=8), **few)\n"
+COLLECT = "from rlhf_nb.widgets.collect import PreferenceCollector\ncollector = PreferenceCollector(['Visitor: Hi!\\nPip:'], {'a': ['Owls eat mice.'], 'b': ['Foxes sleep.']}, path='labels.jsonl')\n"
+SAMPLES = (
+    GRPO
+    + "from rlhf_nb.widgets.samples import read_samples\nGRPOTrainer(config.replace(kl_coef=0.05), model, tokenizer, reward=short, rows=toy.train_prompts(8)).fit()\nrows = [r for r in read_samples('run') if r['prompt'] == read_samples('run')[0]['prompt']]\n"
+)
 RESULTS = "from rlhf_nb.bench.results import Results, RowResult\nresults = others = Results(model='sft', suite='sums', fingerprint='f', settings={'seed': 0}, rows=[RowResult(id=str(i), score=i % 2) for i in range(8)])\n"
 RESULTS += "from rlhf_nb.bench.capability import CapabilityTester\n"
 FROZEN = (
@@ -87,7 +92,15 @@ RUN: dict[str, str] = {  # a suggestion, and lines that hold it; of a fence, and
     "hydra(policy, reward_model)": "from rlhf_nb import LoraSettings\nfrom rlhf_nb.models.adapters import hydra\npolicy = toy.build_model(0, 'tiny'); reward_model = RewardModel.from_policy(add_lora(toy.build_model(0, 'tiny'), LoraSettings(r=2), adapter_name='reward'))\nassert hydra(policy, reward_model).reward",
     "save_model(..., merge=True)": "from rlhf_nb import LoraSettings\nsave_model(add_lora(model, LoraSettings(r=2)), tokenizer, 'whole', merge=True); assert os.path.exists('whole/model.safetensors')",
     "add_lora(model, config.model.lora)": "config = SFTConfig(output_dir='run', model=dict(lora=dict(r=2)))\n",
-    "merge_and_unload()": "from peft import LoraConfig, get_peft_model\nget_peft_model(model, LoraConfig(r=2, target_modules='all-linear')).merge_and_unload()",
+    "model.generate(..., prompt_lookup_num_tokens=10)": "model.generate(torch.tensor([[3, 4]]), prompt_lookup_num_tokens=10, max_new_tokens=4)",
+    "model.generate(..., assistant_model=SMALL)": "model.generate(torch.tensor([[3, 4]]), assistant_model=toy.build_model(1, 'tiny'), max_new_tokens=4)",
+    'transformers.AutoModelForCausalLM.from_pretrained("FOLDER")': "import transformers\nsave_model(model, tokenizer, 'FOLDER')\n",
+    'PreferenceCollector(prompts, policies, path="labels.jsonl")': "from rlhf_nb.widgets.collect import PreferenceCollector\nprompts, policies = ['p'], {'a': ['x'], 'b': ['y']}\n",
+    "agreement()": COLLECT + "assert collector.agreement() == []", "export(path, format=...)": COLLECT + "assert collector.export('rows.jsonl', format='unpaired') == 0",
+    "ask_least_sure(members, tokenizer)": COLLECT + "collector.ask_least_sure([RewardModel.from_policy(toy.build_model(k, 'tiny')) for k in (0, 1)], tokenizer)",
+    'Samples("runs/ppo", tokenizer)': SAMPLES + "from rlhf_nb.widgets.samples import Samples\nos.rename('run', 'runs/ppo') if os.makedirs('runs') is None else None\n",
+    "without_each(row, reward, tokenizer)": SAMPLES + "from rlhf_nb.widgets.samples import without_each\nassert len(without_each(rows[0], short, tokenizer)['without']) == len(rows[0]['tokens'])",
+    "method_pulls(rows)": SAMPLES + "from rlhf_nb.widgets.samples import method_pulls\nassert {'grpo', 'rloo'} <= {*method_pulls(rows)[0]}",
     "Rewards(..., on_error='skip')": "Rewards([short, polite], on_error='skip')", "functools.partial(CLASS, ...)": "import functools\nfunctools.partial(dict, a=1)()",
     "recomputed_layers(model)": "from rlhf_nb.scoring.recompute import recomputed_layers\nwith recomputed_layers(model): model(torch.tensor([[1, 2]])).logits.sum().backward()",
     "split_head(model)[0]": "from rlhf_nb.scoring.head import split_head\n", "config.replace(X=...)": "assert SFTConfig(output_dir='run').replace(seed=3).seed == 3",
@@ -168,8 +181,6 @@ def test_a_message_says_where_its_function_is(said: Suggestion, sentence: str) -
             continue
         if isinstance(node.func, ast.Attribute) and root.id.islower():
             continue  # of an object
-        if said.text == "merge_and_unload()" and "peft" in sentence:
-            continue
         homes = [
             importlib.import_module(f"rlhf_nb.{m}")
             for m in re.findall(r"(?:rlhf_nb\.)?\b([a-z]+\.[a-z_]+)\b", sentence)

@@ -39,7 +39,7 @@ def forward(noisy: range, by: float) -> Any:
 def test_the_price_of_a_copy_is_paid_on_answers_only(noisy: range, counts: bool) -> None:
     held = HeldOut("rows", ["prompt"], [PROMPT], [ANSWER])
     price = measure_copy(
-        forward(range(0), 0.0), forward(noisy, 1.0), toy.build_tokenizer(), held, eos={11}, answer_tokens=2, timed=False
+        forward(range(0), 0.0), forward(noisy, 1.0), toy.build_tokenizer(), held, eos={11}, answer_tokens=2
     )
     assert price.tokens == len(ANSWER)
     assert (price.kl > 1e-3) is counts and (price.kl_worst > 1e-3) is counts

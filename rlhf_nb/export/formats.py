@@ -232,6 +232,6 @@ def readme(done: Exported, source: ExportSource) -> str:
         f"# {told_place(source.place)} as safetensors", "", f"As plain transformers reads it. {notes}".strip(), "",
         "| | |", "|---|---|", *(f"| {k} | {v} |" for k, v in rows), "",
         f"Measured on {p.measured_on} ({p.tokens} positions) in fp32; all numbers are in `{EXPORT_RECORD}`.", "",
-        'Use: `AutoModelForCausalLM.from_pretrained("FOLDER")`', "",
+        'Use: `transformers.AutoModelForCausalLM.from_pretrained("FOLDER")`', "",
     ]  # fmt: skip
     return "\n".join(lines)

@@ -98,16 +98,17 @@ def alone() -> Iterator[None]:
             torch.set_num_threads(before)
 
 
-def alone_if_small(model: nn.Module, limit: int = SMALL) -> AbstractContextManager[None]:
+def alone_if_small(model: nn.Module, limit: int | None = None) -> AbstractContextManager[None]:
     """`alone` for a small model on a CPU: its products are too short to be cut, and where other programs use the cores,
     threads that wait for each other at every product cost twenty times the work.
 
     Args:
         model: that will be computed inside.
-        limit: parameters; smaller models count as small. Work of a few rows that is done once may say `HUGE`.
+        limit: parameters; smaller models count as small. Work of a few rows that is done once may say `HUGE`; None:
+            `SMALL`.
     """
     parameters = list(model.parameters())
-    small = sum(p.numel() for p in parameters) < limit and all(p.device.type == "cpu" for p in parameters)
+    small = sum(p.numel() for p in parameters) < (limit or SMALL) and all(p.device.type == "cpu" for p in parameters)
     return alone() if small else nullcontext()
 
 
