@@ -68,7 +68,9 @@ class Commands(typer.core.TyperGroup):
             return super().invoke(ctx)
         except Exception as e:
             word, where = str(getattr(e, "option_name", "")), getattr(getattr(e, "ctx", None), "info_name", "")
-            if hint := elsewhere(f"{where} {word}") or elsewhere(word.lstrip("-").removeprefix("no-").replace("-", "_")):
+            if hint := elsewhere(f"{where} {word}") or elsewhere(
+                word.lstrip("-").removeprefix("no-").replace("-", "_")
+            ):
                 e.message, e.possibilities = f"{e.message.rstrip('.')}. {hint}", None  # type: ignore[attr-defined]
             raise
 
