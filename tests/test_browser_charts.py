@@ -179,6 +179,11 @@ def test_a_person_touches_the_charts_of_a_report(browser: Any, tmp_path: Path) -
     page.locator(".rc-tools button", has_text="log").first.click()
     assert page.evaluate("[...document.querySelector('.rc-charts').charts.plots.values()][0].u.scales.y.distr") == 3
     assert entry.get_attribute("aria-pressed") == "false", "what is hidden stays hidden"
+
+    entry.click()
+    first = "const p = [...document.querySelector('.rc-charts').charts.plots.values()][0];"
+    page.evaluate(f"{first} p.charts.whole(); p.logs.click()")  # the old plot draws once more
+    assert page.evaluate(f"{first} p.u.scales.y.distr") == 1
     assert not visit.wrong
 
 
