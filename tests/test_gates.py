@@ -93,7 +93,7 @@ def test_what_makes_no_sense_is_refused_before_anything_runs(tmp_path: Path) -> 
         ({"rules": {"dpo": [{"metric": "kl", "at_most": 1}]}}, "no stage of this pipeline"),
         ("loose", "strict"),
         ({"rules": {"ppo": [{"metric": "kl"}]}}, "no bound"),
-        ({"choose": "halving"}, "here the candidates are tried in their order"),
+        ({"choose": "halving"}, "here rlhf-nb sweep compares them"),
     ):
         with pytest.raises(ConfigError, match=words):
             config(tmp_path / "a", gates=gates)

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import looks
+import null_sweeps
 import numpy as np
 import pytest
 
+from rlhf_nb.pipeline.candidates import standings
 from rlhf_nb.run.callbacks import Callback
 from rlhf_nb.run.health import CHECKS, health
 from rlhf_nb.run.overopt import StopAtPeak
@@ -111,3 +113,38 @@ def test_every_rule_that_ends_a_run_is_known_here() -> None:
 def test_decide_names_no_winner_among_equals() -> None:
     rng = np.random.default_rng(4)
     assert looks.decided(rng, 1000, 500) <= allowed(1000) and looks.decided(rng, 200, 500, 0.6) > 0.6
+
+
+@pytest.mark.parametrize("seeds", [2, 3, 4, 5])
+def test_sweeps_of_settings_that_do_nothing(seeds: int) -> None:
+    for questions, kept in ((32, True), (128, True), (32, False), (0, False)):
+        assert null_sweeps.share_of_sweeps(150, questions, seeds, kept=kept, run_to_run=0.0) <= allowed(150)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seeds", [2, 3, 4, 5])
+@pytest.mark.parametrize("questions", [0, 32, 64, 128, 256, 512])
+def test_2000_sweeps_of_settings_that_do_nothing(questions: int, seeds: int) -> None:
+    for kept in (True, False) if questions else (False,):
+        for apart in (0.0, 0.3):
+            found = null_sweeps.share_of_sweeps(2000, questions, seeds, kept=kept, run_to_run=apart)
+            assert found <= ALPHA, (questions, seeds, kept, apart, found)
+
+
+def test_equal_differences_are_no_certainty() -> None:
+    """The same step of 1/128 with every seed: with the questions, and without them."""
+    found = [
+        ({"x": 0}, dict.fromkeys(range(3), 0.75)),
+        ({"x": 1}, dict.fromkeys(range(3), 0.75 - 1 / 128)),
+    ]
+    right = np.arange(128) < 96
+    asked = {(f"x={i}", s): (right & (np.arange(128) != (0 if i else 200))) * 1.0 for i in (0, 1) for s in range(3)}
+    for questions in (None, asked):
+        told = standings(found, questions=questions)[1]
+        assert (
+            told.says(0.95) == "not told apart" and told.behind is not None and told.behind.low < 0 < told.behind.high
+        )
+
+
+def test_a_better_setting_is_seen() -> None:
+    assert null_sweeps.share_of_sweeps(40, 512, 3, kept=True, run_to_run=0.1, gain=1.2) > 0.7

@@ -48,6 +48,7 @@ LONG = {
     "models.merge": "test_merge.py",
     "pipeline.cycle": "test_cycle.py",
     "pipeline.stages": "test_gates.py",
+    "pipeline.sweep": "test_settings_sweep.py",
     "rollout.workers": "test_draw_workers.py",
     "scale.launch": "test_control.py",
     "tutorials.a_policy_learns_to_use_a_calculator": "test_episodes.py",

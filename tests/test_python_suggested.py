@@ -58,7 +58,7 @@ RUN: dict[str, str] = {  # a suggestion, and lines that hold it; of a fence, and
     "bench.instructions.followed(answer, checks)": "from rlhf_nb import bench; import rlhf_nb.bench.instructions\nanswer, checks = 'Owls fly.', [{'kind': 'no_commas'}]\n",
     FROZEN: RESULTS, 'CapabilityTester.read("frozen.json").test({...})': f"{RESULTS}{FROZEN}\nCapabilityTester.read('frozen.json').test({{'sums': results, 'facts': others}})",
     'FeedbackStore("feedback.jsonl")': "from rlhf_nb.feedback.store import FeedbackStore\n",
-    "torch.use_deterministic_algorithms(True)": "", "from rlhf_nb.pipeline.fork import fork": "",
+    "torch.use_deterministic_algorithms(True)": "", "from rlhf_nb.pipeline.fork import fork": "", "from rlhf_nb.pipeline.sweep import sweep": "",
     "def brief(prompts, completions, answer, **columns)": "",
     "tokenizer.apply_chat_template(messages, tokenize=False).rstrip()": TEMPLATES + "set_chat_template(tokenizer); messages = [{'role': 'user', 'content': 'Hi!'}]\n",
     "evaluate(model, tokenizer, prompts, rewards, reference, seed=...)": "prompts, rewards, reference = ['Visitor: Hi!\\nPip:'], {'short': short}, model\nevaluate(model, tokenizer, prompts, rewards, reference, seed=0)",
@@ -107,7 +107,7 @@ ELSEWHERE = {  # what another file runs: its name, and the words that do
 SPOKEN_OF = {  # no advice: what a class must have, what we call, what a function is called like
     "model(...)", "decode(encode(x)) == x", "frozen_modules()", "controls()", "fit()", "import rlhf_nb", "Rewards(rollout, needed=False)", "reset(**row)", "get_reward()",
     "f(prompts, completions)", "XmodPreTrainedModel.set_default_language()", "use_fast(False)", "sys.exit(importlib.util.find_spec('vllm') is None)",
-    "len(prompt_ids)", "torch.cuda.is_bf16_supported()", "score(completions)", "reset(self, row, seed)",
+    "len(prompt_ids)", "torch.cuda.is_bf16_supported()", "from rlhf_nb.pipeline.sweep import serve_job", "serve_job()", "score(completions)", "reset(self, row, seed)",
     "step(self, turn)", "step(turn)", "denominators()", "from rlhf_nb import SFTConfig, SFTTrainer",
 }  # fmt: skip
 OF_WHAT_IS_CALLED = {"fit"}  # of the trainer at hand

@@ -28,6 +28,7 @@ from rlhf_nb.data.templates import make_chat_template, train_bpe
 from rlhf_nb.models.heads import RewardModel
 from rlhf_nb.models.load import save_model
 from rlhf_nb.models.places import COMPLETE
+from rlhf_nb.pipeline.sweep import read_sweep
 
 LINES = suggestions.all_lines()
 FILLED = {  # what a message fills in
@@ -114,6 +115,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (here / name).parent.mkdir(parents=True, exist_ok=True)
         (here / f"{name}.yaml").write_text("model: {name_or_path: tiny}\ndata: {path: toy}\nsteps: 1\nepochs: null\n")
     (here / "run_all.yaml").write_text("data: toy\nbase: {}\n")
+    few = "{steps: 1, epochs: null, mini_batch_size: 8}"
+    (here / "sweep.yaml").write_text(
+        f"method: sft\ntoy: true\nseeds: 2\nsettings: {few}\nover: {{optimizer.lr: [0.001, 0.01]}}\n"
+    )
     (here / "recipe.yaml").write_text(
         "method: linear\nmodels:\n- {model: tiny, weight: 1}\n- {model: other, weight: 1}\n"
     )
@@ -174,6 +179,9 @@ def resolve(command: str, params: dict[str, Any]) -> None:
         load_config(params["kind"], params["config"], given, params["toy"])
     elif command == "fork":
         load_config("ppo", None, given, False)
+    elif command == "sweep":
+        request = read_sweep(params["what"], given, **{"config": params["config"]} if params["config"] else {})
+        load_config(request.method, request.config, request.words(), request.toy or params["toy"])
     elif command in CONFIGS:
         module, name = CONFIGS[command].split(":")
         settings = [w for w in params.get("results", given) if "=" in w]

@@ -135,14 +135,14 @@ def commands() -> dict[str, Suggestion]:
 def filled(line: Suggestion) -> list[str]:
     """The words of a line; "..." stands for a model and data."""
     words, more = words_of(line), " ..." in line.text or " …" in line.text
-    kind = words[1] if words[0] in ("launch", "doctor", "plan") and len(words) > 1 else words[0]
+    kind = words[1] if words[0] in ("launch", "sweep", "doctor", "plan") and len(words) > 1 else words[0]
     online = kind in known_methods() and get(known_methods()[kind]).online
     if "run.yaml" in words and online:
         words[words.index("run.yaml")] = "online.yaml"
     if "--resume" in words and "--config" not in words:
         words[1:1] = ["--config", "runs/ppo"]
     if (
-        words[0] in (kind, "launch", "doctor", "plan")
+        words[0] in (kind, "launch", "doctor", "sweep", "plan")
         and kind in known_methods()
         and not {"--config", "--toy"} & {*words}
     ):
@@ -150,7 +150,7 @@ def filled(line: Suggestion) -> list[str]:
         file = {"sft": "sft.jsonl", "process": "steps.jsonl"}.get(kind, "prompts.jsonl" if online else "pairs.jsonl")
         fill = {"model.name_or_path": "tiny", "data.path": file} | ({"reward": "runs/reward/model"} if online else {})
         fill = {"model.name_or_path": "tiny"} if words[0] == "plan" else fill
-        whole = more or words[0] in ("launch", "doctor", "plan") or set(fill) - {"reward"} <= {*said}
+        whole = more or words[0] in ("launch", "doctor", "sweep", "plan") or set(fill) - {"reward"} <= {*said}
         assert whole or line.text in PARTS, f"{line.where}: {line.text!r} can't run as it is"
         words += [f"{k}={v}" for k, v in fill.items() if k not in said and "rewards" not in said]
     return words
@@ -169,9 +169,18 @@ LITTLE = {  # what makes a command's work small
 
 def small(words: list[str]) -> list[str]:
     """The same line with the least work."""
-    name = words[1] if words[0] in ("launch", "plan", "doctor") else words[0]
+    name = words[1] if words[0] in ("launch", "sweep", "plan", "doctor") else words[0]
     if "--resume" in words:
         return words
+    if words[0] == "sweep":
+        return [
+            *words,
+            *SMALL[:2],
+            *DRAWN[: 3 if name in known_methods() and get(name).online else 1],
+            "--seeds",
+            "2",
+            *(["--trials", "3", "steps=3"] if "--trials" in words else []),
+        ]
     if words[0] == "launch":
         words = [*words, "--processes", "2"]
     if words[0] == "run":

@@ -39,7 +39,7 @@ def test_the_proxy_is_taken_and_gold_watched(name: str, capsys: pytest.CaptureFi
     [
         ("grpo", "model.name_or_path, data.path, reward"), ("grpo data.path=x.jsonl", "model.name_or_path, reward"),
         ("ppo model.name_or_path=toy data.path=toy", "reward"), ("distill data.path=x", "model.name_or_path, teacher"),
-        ("dpo", "model.name_or_path, data.path"),
+        ("sweep grpo kl_coef=0,0.1", "model.name_or_path, data.path, reward"), ("dpo", "model.name_or_path, data.path"),
     ],
 )  # fmt: skip
 def test_all_that_is_missing_is_named_at_once(typed: str, missing: str) -> None:

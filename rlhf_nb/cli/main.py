@@ -159,7 +159,7 @@ for module, names in (
     (ask, ("sample", "chat", "get", "eval", "compare")),
     (models, ("export", "merge", "push")),
     (traffic, ("serve", "feedback", "cycle")),
-    (trials, ("fork", "overopt")),
+    (trials, ("sweep", "fork", "overopt")),
 ):
     for name in names:
         app.command(name)(getattr(module, f"{name.replace('-', '_')}_command"))
@@ -393,7 +393,7 @@ def watch(
     once: bool = typer.Option(False, "--once", help="draw one screen and end, with 1 where there is no run"),
     debug: bool = Debug,
 ) -> None:
-    """Follow a run, a pipeline or a folder of runs in the terminal; Ctrl-C ends the watching, not the run."""
+    """Follow a run, a pipeline or a sweep in the terminal; Ctrl-C ends the watching, not the run."""
     with told(debug):
         import rlhf_nb.widgets.report as views
 

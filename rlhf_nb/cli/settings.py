@@ -134,7 +134,7 @@ GROUPS = {  # as `--help` shows them; a method that is named nowhere is listed u
     "Start": ("demo", "data", "doctor", "run", "chat", "learn"),
     "Train": (
         "sft", "rlaif", "reward", "process", "ppo", "grpo", "rloo", "online-dpo", "dpo", "kto", "distill", "raft",
-        "fork", "config",
+        "sweep", "fork", "config",
     ),
     "Look": ("board", "watch", "report", "overopt"),
     "Judge": ("eval", "compare"),
@@ -144,7 +144,7 @@ GROUPS = {  # as `--help` shows them; a method that is named nowhere is listed u
 EXAMPLES = {  # the line that is typed most
     "demo": "demo", "data": "data pairs.jsonl --model smollm2 --for dpo",
     "doctor": "doctor dpo model.name_or_path=smollm2 data.path=pairs.jsonl", "run": "run --config runs/demo",
-    "chat": "chat smollm2", "learn": "learn quiz 1",
+    "chat": "chat smollm2", "learn": "learn quiz 1", "sweep": "sweep ppo --toy kl_coef=0.05,0.1,0.2",
     "fork": "fork runs/ppo --at 40 kl_coef=0.2",
     "board": "board runs", "watch": "watch runs/ppo", "report": "report runs/ppo", "overopt": "overopt runs/ppo",
     "eval": "eval runs/ppo/model --suite sums", "compare": "compare smollm2 runs/sft/model --suite sums",

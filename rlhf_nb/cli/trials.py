@@ -3,18 +3,62 @@
 # %% ../../nbs/cli/trials.ipynb #c1520a03
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import typer
 
-from .options import Debug, told
+from .options import Debug, ConfigFile, Toy, print_rich, told
+from .settings import load_config, say_what_to_train
 from ..console import again, me, tell
 
 # %% auto #0
-__all__ = ['fork_command', 'overopt_command']
+__all__ = ['sweep_command', 'fork_command', 'overopt_command']
 
 # %% ../../nbs/cli/trials.ipynb #c1520a05
+_Words = typer.Argument(
+    None,
+    metavar="[KEY=VALUE]...",
+    help="kl_coef=0.01,0.05 tries two values, optimizer.lr=log:1e-6..1e-4 a range; one value holds for all",
+)
+_SweepTo = typer.Option(None, "--to", help="the sweep's folder; default: runs/sweep/METHOD")
 _Run = typer.Argument(..., help="the run's directory")
+
+
+def sweep_command(
+    what: str = typer.Argument(..., metavar="METHOD|SETTINGS.yaml",
+        help="a method, or a file that describes the sweep"),
+    words: list[str] = _Words,
+    seeds: int = typer.Option(None, "--seeds", min=1, help="how many, the same for every candidate; default: 3"),
+    search: str = typer.Option(None, "--search", help="grid (default) or random"),
+    trials: int = typer.Option(None, "--trials", min=1, help="candidates to draw"),
+    metric: str = typer.Option(None, "--metric",
+        help="what is compared; default: gold, accuracy, reward or loss, the first that all runs have"),
+    minimize: bool = typer.Option(None, "--minimize/--maximize",
+        help="which way is better; default: as the metric's name says"),
+    processes: int = typer.Option(None, "--processes", "-n", min=1, help="runs at the same time; default: 1"),
+    config: str = ConfigFile, toy: bool = Toy, to: Path = _SweepTo,
+    overwrite: bool = typer.Option(False, "--overwrite",
+        help="throw away the runs in the sweep's folder; without it, the same line goes on with them"),
+    debug: bool = Debug,
+) -> None:  # fmt: skip
+    """Try settings on the same seeds and data, and say which differences are real."""
+    with told(debug, " ".join([me(), *sys.argv[1:]])):
+        from rlhf_nb.pipeline.sweep import read_sweep, sweep, sweep_table, winners_lines
+        from rlhf_nb.train.registry import get
+        from rlhf_nb.train.stage import with_proxy
+
+        typed = {"seeds": seeds, "search": search, "trials": trials, "metric": metric, "minimize": minimize,
+                 "processes": processes, "config": config, "toy": toy or None}  # fmt: skip
+        request = read_sweep(what, words or [], **{k: v for k, v in typed.items() if v is not None})
+        method = get(request.method)
+        base = load_config(method.name, request.config, request.words(), request.toy)
+        base = with_proxy(method.name, base, request.toy)
+        say_what_to_train("sweep", method.command or method.name, base)
+        folder = to or Path(request.output_dir or Path("runs/sweep") / method.name)
+        made = sweep(base, request.tried(), folder, overwrite=overwrite, say=tell, **request.how())
+        print_rich(sweep_table(made))
+        tell(winners_lines(made, me()), err=False)
 
 
 def fork_command(

@@ -157,7 +157,7 @@ def unsaid_of(command: str, kind: str, config: Any) -> list[str]:
     named = {"model.name_or_path": config.model.name_or_path}
     if command != "plan":
         named |= {"data.path": config.data.named}
-    if command in ("", "launch"):
+    if command in ("", "launch", "sweep"):
         named |= {"reward": not unrewarded(kind, config)}
         named |= {"teacher": config.teacher} if config.has("teacher") else {}
     return [key for key, value in named.items() if not value]
