@@ -177,8 +177,8 @@ def elsewhere(key: str) -> str:
     """What a key that doesn't exist here means in TRL or meant in an earlier version, and what to write:
     one sentence, or "" for any other word.
     """
-    if key in trl_words("earlier"):
-        return f"In earlier versions that was {trl_words('earlier')[key]['was']}."
+    if row := trl_words("earlier").get(key) or trl_words("gone").get(key):
+        return f"In earlier versions that was {row['was']}."
     if key in trl_words("explained"):
         return f"In TRL that's {trl_words('explained')[key]}."
     if key.startswith("vllm_"):

@@ -290,7 +290,8 @@ def _all_paths(group: type[BaseModel], prefix: str = "") -> Iterator[str]:
 def _unknown_key(root: type[BaseModel], place: _Place) -> str:
     """The sentence for a key that doesn't exist."""
     bad, above = str(place.path[-1]), str(place._replace(path=place.path[:-1]))
-    known = elsewhere(bad) or elsewhere(".".join(map(str, place.path[-2:])))
+    group = place.group.__name__.removesuffix("Config").lower()  # where it stands alone
+    known = elsewhere(bad) or elsewhere(".".join(map(str, place.path[-2:]))) or elsewhere(f"{group}.{bad}")
     foreign = known or ("output_dir" in place.group.model_fields and of_others(bad))
     if foreign:
         return f"{place}: unknown key {bad!r}. {foreign}"

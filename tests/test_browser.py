@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -126,11 +127,16 @@ class Lab:
         time.sleep(1.0)  # the page asks the new kernel who it is; a cell sent before the answer is lost
 
     def kernels(self) -> list[dict[str, Any]]:
-        """What the server says of its kernels."""
-        with urllib.request.urlopen(
-            f"http://127.0.0.1:{self.port}/api/kernels?token={self.token}", timeout=5
-        ) as answer:
-            found: list[dict[str, Any]] = json.load(answer)
+        """What the server says of its kernels; nothing while one starts, as Jupyter answers 500 then."""
+        try:
+            with urllib.request.urlopen(
+                f"http://127.0.0.1:{self.port}/api/kernels?token={self.token}", timeout=5
+            ) as answer:
+                found: list[dict[str, Any]] = json.load(answer)
+        except urllib.error.HTTPError as e:
+            if e.code != 500:
+                raise
+            return []
         return found
 
     def run(self, number: int) -> None:

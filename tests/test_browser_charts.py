@@ -179,6 +179,11 @@ def test_a_person_touches_the_charts_of_a_report(browser: Any, tmp_path: Path) -
     page.locator(".rc-tools button", has_text="log").first.click()
     assert page.evaluate("[...document.querySelector('.rc-charts').charts.plots.values()][0].u.scales.y.distr") == 3
     assert entry.get_attribute("aria-pressed") == "false", "what is hidden stays hidden"
+
+    entry.click()
+    first = "const p = [...document.querySelector('.rc-charts').charts.plots.values()][0];"
+    page.evaluate(f"{first} p.charts.whole(); p.logs.click()")  # the old plot draws once more
+    assert page.evaluate(f"{first} p.u.scales.y.distr") == 1
     assert not visit.wrong
 
 
@@ -417,6 +422,11 @@ def test_two_people_label_at_the_board(browser: Any, tmp_path: Path) -> None:
         for who, scheme in (("ada", "light"), (HTML[0][:80], "dark")):
             visit = Visit(browser, address, scheme=scheme)
             visit.page.get_by_role("link", name="label pairs").click()
+            visit.page.locator(".rl-said", has_text="Say who you are").wait_for()
+            empty = ".rl-page :is(progress, details, input), .rl-bar select, .rl-bar button"
+            assert visit.page.locator(empty).locator("visible=true").count() == 0, (
+                "nothing to use before there is a name"
+            )
             visit.page.get_by_label("your name").fill(who)
             visit.page.keyboard.press("Enter")
             visit.page.wait_for_selector(".rl-side")
@@ -426,10 +436,13 @@ def test_two_people_label_at_the_board(browser: Any, tmp_path: Path) -> None:
                 if "pairs are labelled" in before:
                     break
                 visit.page.wait_for_timeout(300)
+                pressed = list[str | None]()
                 for key in "omddm":
                     visit.page.keyboard.press(key)
                     visit.page.wait_for_timeout(20)
                     assert visit.wide() <= 0, (n, key)
+                    pressed.append(visit.page.locator("[data-key=d]").get_attribute("aria-pressed"))
+                assert pressed[2:] == ["true", "false", "false"], "a key shows what it switched on"
                 visit.page.wait_for_timeout(300)
                 visit.page.keyboard.press("2")
                 visit.page.keyboard.press("abtx"[n % 4])

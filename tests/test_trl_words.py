@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from command import call
 
 import rlhf_nb
 from rlhf_nb import (
@@ -32,6 +33,7 @@ from rlhf_nb.core import ConfigError, DataError, ModelError, RlhfError
 from rlhf_nb.data import toy
 from rlhf_nb.data.convert import to_unpaired
 from rlhf_nb.data.templates import set_chat_template
+from rlhf_nb.decode.named import DecoderConfig
 from rlhf_nb.models.load import save_model
 from rlhf_nb.pipeline.stages import PipelineConfig
 
@@ -375,15 +377,31 @@ def test_a_setting_of_an_earlier_version() -> None:
             "episodes": PPOConfig,
         }[group]
         without = {group: {}} if group else {}
+        said = [{group: {key: value}} if group else {key: value} for value in ("something", row.get("off"))]
         if "off" not in row:  # any value changes nothing
-            assert kind.model_validate({group: {key: "something"}}) == kind.model_validate(without)
+            assert kind.model_validate(said[0]) == kind.model_validate(without)
             continue
-        assert kind.model_validate({group: {key: row["off"]}} if group else {key: row["off"]}) == kind.model_validate(
-            without
-        )
+        assert kind.model_validate(said[1]) == kind.model_validate(without)
         with pytest.raises(ConfigError, match=re.escape(f"In earlier versions that was {row['was']}.")):
-            kind.model_validate({group: {key: "something"}} if group else {key: "something"})
+            kind.model_validate(said[0])
     assert PPOConfig.model_validate({"critic": "hydra", "data": {"replay": None}}).critic == "hydra"
     assert set(earlier) >= {"replay", "merge_method", "decoder.critic"} and all(
         ": here " in row["was"] for row in earlier.values()
     )
+
+
+def test_an_option_or_kind_of_an_earlier_version() -> None:
+    """Each is refused by one sentence that says what does it now, and no other option is guessed beside it."""
+    for word, row in trl_words("gone").items():
+        of, _, said = word.partition(" ")
+        if of == "decoder":
+            for given in ({"kind": said}, f"{said}:4"):
+                with pytest.raises(ConfigError, match=re.escape(row["was"])):
+                    GRPOConfig(decoder=given)
+            continue
+        typed = [of, "a", "--method", said, "-o", "x"] if said[0] != "-" else [of, "a", said, "x"]
+        told = " ".join(call(*typed, code=2 if said[0] == "-" else 1).replace("│", " ").split())
+        assert row["was"] in told and "Possible options" not in told and ": here " in row["was"], told
+    assert "plain sum" in call("merge", "a", "--no-normalize", code=2)
+    with pytest.raises(ConfigError, match="a setting of speculative decoding: here serve does it"):
+        DecoderConfig.model_validate({"draft": "some-model"})  # alone as well as in a run's settings

@@ -37,7 +37,7 @@ _Reward = typer.Option(
     None, help="what a decoder chooses by: folder of a reward model, or an entry such as '{file: rewards.py, fn: NAME}'"
 )
 _Options = typer.Option(
-    None, "--set", metavar="KEY=VALUE", help="further settings of the decoder, such as draft=FOLDER, tau=0.5"
+    None, "--set", metavar="KEY=VALUE", help="further settings of the decoder, such as vote=choice, json_schema=FILE"
 )
 _Stop = Annotated[
     list[str] | None,

@@ -67,8 +67,11 @@ class Commands(typer.core.TyperGroup):
         try:
             return super().invoke(ctx)
         except Exception as e:
-            if hint := elsewhere(str(getattr(e, "option_name", "")).lstrip("-").replace("-", "_")):
-                e.message = f"{e.message} {hint}"  # type: ignore[attr-defined]
+            word, where = str(getattr(e, "option_name", "")), getattr(getattr(e, "ctx", None), "info_name", "")
+            if hint := elsewhere(f"{where} {word}") or elsewhere(
+                word.lstrip("-").removeprefix("no-").replace("-", "_")
+            ):
+                e.message, e.possibilities = f"{e.message.rstrip('.')}. {hint}", None  # type: ignore[attr-defined]
             raise
 
     def _method(self, ctx: Any, name: str) -> Any:

@@ -27,7 +27,7 @@ class DecodeCost:
         answers: that were given.
         tokens: computed by the policy for them, those of answers thrown away included, prompts left out.
         kept: tokens of the answers themselves.
-        read: tokens that other models computed (rewards, critics, drafts).
+        read: tokens that other models computed (rewards).
         seconds: on the clock.
         kl: nats per answer between the decoder's answers and the policy's; None: not known.
         kl_is: "exact", "estimate" or "at most".

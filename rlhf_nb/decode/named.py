@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from pydantic import Field, model_validator
 
+from ..aliases import elsewhere
 from ..config import StrictConfig, option
 from ..core import ConfigError, did_you_mean
 from .constrained import Constrained, read_form
@@ -36,10 +37,6 @@ KINDS = {
     "constrained": DecoderKind("regex", False, False, "the policy's answers in a given form"),
 }
 SAME = {"self_consistency": "vote", "majority": "vote", "speculate": "speculative"}  # other names in use
-_ELSEWHERE = {  # kinds of an earlier version
-    "speculative": "the same answers, sooner: here serve does it, ahead={MODEL: 8}, and transformers, "
-    "model.generate(..., prompt_lookup_num_tokens=10), on the folder that a run leaves. Use plain",
-}
 _DRAWING = ("best_of_n", "vote")
 VOTES: dict[str, Callable[[str], Any]] = {"number": extract_number, "choice": extract_choice, "text": words_vote}
 
@@ -49,12 +46,9 @@ def _with_main(data: Mapping[str, Any]) -> dict[str, Any]:
     kind, colon, value = data["kind"].partition(":")
     kind = kind.strip().replace("-", "_")
     kind = SAME.get(kind, kind)
-    if kind in _ELSEWHERE:
-        raise ValueError(f"decoder {kind} was of an earlier version, {_ELSEWHERE[kind]}.")
     if kind not in KINDS:
-        raise ValueError(
-            f"there is no decoder {kind!r}. {did_you_mean(kind, KINDS, 'There are: ' + ', '.join(KINDS) + '.')}"
-        )
+        there = elsewhere(f"decoder {kind}") or did_you_mean(kind, KINDS, f"There are: {', '.join(KINDS)}.")
+        raise ValueError(f"there is no decoder {kind!r}. {there}")
     main = KINDS[kind].main
     if not colon:
         return {**data, "kind": kind}

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 from pydantic import Field
 
+from ..aliases import elsewhere
 from ..config import PathText, StrictConfig, option
 from ..core import ConfigError, check_choice
 
@@ -19,7 +20,6 @@ __all__ = ['Method', 'NEEDS_BASE', 'METHODS', 'check_method', 'MergePart', 'Reci
 Method = Literal["linear", "slerp", "task_arithmetic", "warp"]
 NEEDS_BASE = ("task_arithmetic", "warp")
 METHODS: tuple[str, ...] = get_args(Method)
-_ELSEWHERE = ("ties", "dare_linear", "dare_ties")  # mergekit's, of an earlier version
 
 
 def check_method(said: str) -> None:
@@ -31,11 +31,8 @@ def check_method(said: str) -> None:
     Raises:
         ConfigError: it is none of `METHODS`.
     """
-    if said in _ELSEWHERE:
-        raise ConfigError(
-            f"{said} is mergekit's: `merge_method: {said}` in a file of its own, `mergekit-yaml FILE FOLDER`, writes a "
-            f"model folder like any other. Here are {', '.join(METHODS)}."
-        )
+    if gone := elsewhere(f"merge {said}"):
+        raise ConfigError(f"--method {said}: {gone} There are: {', '.join(METHODS)}.")
     check_choice("--method", said, METHODS)
 
 

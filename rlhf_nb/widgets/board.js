@@ -268,7 +268,7 @@ class Compare {
   texts() {
     const told = this.told, open = new Set([...this.below.querySelectorAll("details[open]")].map(d => d.firstChild.textContent));
     const parts = [];
-    if (told.answers.length) parts.push(fold(this.pinned == null ? "answers" : `answers at step ${this.pinned.toLocaleString("en")}`, true, this.answers(told.answers)));
+    if (told.answers.length) parts.push(fold(this.pinned == null ? "sampled answers" : `sampled answers at step ${this.pinned.toLocaleString("en")}`, true, this.answers(told.answers)));
     if (told.paired.length) parts.push(fold("what the other setting did (pairs of one seed)", true, this.grid("paired differences", ["runs", "number", "difference", "pairs"], told.paired.map(p => {
       const tr = el("tr"), sure = p.half != null && Math.abs(p.gap) > p.half;
       tr.append(el("td", "", p.what), el("td", "", p.metric), el("td", "rb-number" + (sure ? " rb-sure" : ""), `${p.gap > 0 ? "+" : ""}${short(p.gap)} ${p.half == null ? "(one pair: no interval)" : `± ${short(p.half)}`}`), el("td", "rb-number", p.pairs));

@@ -101,20 +101,19 @@ class Plot {
     this.range.value = this.smoothing ?? this.given;
     this.logs.setAttribute("aria-pressed", log);
     const shape = JSON.stringify([log, series, this.panel.lines.map(l => [l.label, l.color, l.kind])]);
-    this.series = series;
-    if (!this.u || shape !== this.shape) this.build(data, log, shape);
+    if (!this.u || shape !== this.shape) this.build(data, series, log, shape);
     else this.u.setData(data, !this.zoomed);
     if (this.zoomed) this.u && this.u.redraw();
     this.tell();
   }
 
-  // The vertical axis: what is bold and visible, and most of what is faint.
-  span(u, lowest, highest) {
-    const log = this.isLog();
+  // The vertical axis: what is bold and visible, and most of what is faint. Series and log are those that u was made
+  // with, as u draws once more when another has taken its place: a linear range on its log axis would never end.
+  span(u, lines, series, log, lowest, highest) {
     let low = lowest ?? (log ? 0.1 : 0), high = highest ?? 1;
     const faint = [];
-    this.series.forEach((s, i) => {
-      if (!s.faint || this.hidden.has(this.panel.lines[s.n].label)) return;
+    series.forEach((s, i) => {
+      if (!s.faint || this.hidden.has(lines[s.n].label)) return;
       const ys = u.data[i + 1], [from, to] = u.series[0].idxs || [0, ys.length - 1];
       const leap = Math.max(1, Math.floor((to - from) / 500));
       for (let k = from; k <= to; k += leap) if (ys[k] != null) faint.push(ys[k]);
@@ -136,17 +135,18 @@ class Plot {
     return [floor === low ? low : a, roof === high ? high : b];
   }
 
-  build(data, log, shape) {
+  build(data, made, log, shape) {
     const width = this.box.clientWidth;
     if (!width) return;  // folded away: built when it is seen
     const scale = this.u && this.zoomed ? {min: this.u.scales.x.min, max: this.u.scales.x.max} : null;
     if (this.u) this.u.destroy();
+    this.series = made;
     this.shape = shape;
     this.width = width;
     const ink = () => getComputedStyle(this.root).color, font = "11px system-ui, sans-serif";
     const axis = {stroke: ink, font, grid: {stroke: () => faded(ink(), 0.14), width: 1}, ticks: {show: false}};
     const lines = this.panel.lines, bands = [];
-    const series = this.series.map((s, i) => {
+    const series = made.map((s, i) => {
       const line = lines[s.n], show = !this.hidden.has(line.label);
       if (s.high) bands.push({series: [i + 1, i + 2], fill: faded(line.color, 0.18)});
       const common = {show, spanGaps: true, auto: !!s.bold, points: {show: false}};
@@ -158,7 +158,7 @@ class Plot {
     });
     this.u = new uPlot({
       width, height: this.charts.height, padding: [6, 10, 0, 0], legend: {show: false}, bands,
-      scales: {x: {time: false}, y: {distr: log ? 3 : 1, range: (u, a, b) => this.span(u, a, b)}},
+      scales: {x: {time: false}, y: {distr: log ? 3 : 1, range: (u, a, b) => this.span(u, lines, made, log, a, b)}},
       axes: [
         {...axis, size: 26, space: 70, values: (u, vs) => vs.map(short)},
         {...axis, size: 48, space: 34, values: (u, vs) => vs.map(v => v == null ? "" : short(v))},

@@ -47,6 +47,7 @@ class Labeller {
       const to = key === 'd' ? 'differences' : 'plain';
       this.view = this.view === to ? 'rendered' : to;
       this.answers();
+      this.buttons();
     } else this.tell({key});
   }
 
@@ -66,6 +67,7 @@ class Labeller {
     const fresh = `${told.turn} ${told.pair} ${told.opened}` !== this.shown;
     this.shown = `${told.turn} ${told.pair} ${told.opened}`;
     this.told = told;
+    this.host.classList.add('rl-begun');
     this.count.textContent = `${told.who}: ${told.done} of ${told.total} pairs`;
     this.bar.max = told.total;
     this.bar.value = told.done;
@@ -174,13 +176,14 @@ async function atBoard(host) {
       const told = JSON.parse(await ask(`api/label?${new URLSearchParams({who: name.value})}`));
       format.replaceChildren(...told.formats.map(f => { const o = make('option', '', f); o.value = f; return o; }));
       labeller.show(told);
+      format.hidden = rows.hidden = false;
       try { localStorage.setItem('rlhf-nb labeller', name.value); } catch { /* as above */ }
       name.blur();
     } catch (e) { labeller.failed(`${e.message || e}`); }
   };
   name.onchange = begin;
   name.onkeydown = e => { if (e.key === 'Enter') begin(); };
-  bar.append(home, label, format, act('download the rows', async () => {
+  const rows = act('download the rows', async () => {
     try {
       const link = make('a');
       link.href = URL.createObjectURL(new Blob([await ask(`api/labels?${new URLSearchParams({format: format.value})}`)], {type: 'application/jsonl'}));
@@ -188,7 +191,9 @@ async function atBoard(host) {
       link.click();
       URL.revokeObjectURL(link.href);
     } catch (e) { labeller.failed(`${e.message || e}`); }
-  }));
+  });
+  format.hidden = rows.hidden = true;  // until a name says whose labels these are
+  bar.append(home, label, format, rows);
   host.before(bar);
   addEventListener('keydown', e => { if (!e.target.closest('input, select, textarea')) labeller.key(e); });
   await begin();
