@@ -257,10 +257,10 @@ def import_module(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as e:
         if e.name is not None and name.startswith(e.name):
-            file = f" A module is named without the file's ending: {name[:-3]!r}." if name.endswith(".py") else ""
+            ending = f" A module is named without the file's ending: {name[:-3]!r}." if name.endswith(".py") else ""
             raise ConfigError(
                 f"there is no module {name!r}: it must be installed, on PYTHONPATH, or below the folder where the "
-                f"command is started.{file}"
+                f"command is started.{ending}"
             ) from e
         raise ConfigError(f"module {name!r} can't be imported: {e}.") from e
     except (Exception, SystemExit) as e:
