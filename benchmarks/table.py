@@ -38,7 +38,7 @@ class Row(NamedTuple):
 
 ROWS = [
     Row("sft", "SFT, packed (bfd), 12M parameters, fp32", "bench_sft.py --steps 4 --warmup 1 --against bfd"),
-    Row("reward", "reward model, 12M parameters, fp32", "bench_reward.py --steps 6 --warmup 2"),
+    Row("reward", "reward model, 12M parameters, fp32, batches grouped by length", "bench_reward.py --steps 6 --warmup 2 --against grouped"),
     Row("dpo", "DPO, SmolLM2, bf16, batches grouped by length", "bench_dpo.py --task smollm2 --precision bf16 --against grouped --steps 3 --warmup 1"),
     Row("dpo-cached", "the same, reference log-probs made before, on both sides", "bench_dpo.py --task smollm2 --precision bf16 --against cached-grouped --steps 3 --warmup 1"),
     Row("kto", "KTO, 12M parameters, fp32, batches grouped by length", "bench_kto.py --against grouped --steps 6 --warmup 2"),

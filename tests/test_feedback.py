@@ -206,3 +206,15 @@ def test_the_documented_call_forgets_in_logs_and_finds_copies_exports_and_models
     for part in (log.path, log.path.with_name("traffic.jsonl.1")):
         lines = [json.loads(line) for line in part.read_text().splitlines() if line.strip()]
         assert lines and {line["name"] for line in lines} == {log.names.hashed("u-18")}
+
+
+@pytest.mark.parametrize("field", ["annotator", "user", "name", "from", "source"])
+def test_a_line_in_any_shape_is_forgotten_by_its_owner(field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """The body of a request as the docs show it has no annotator: it was deleted, and then the command ended in a KeyError."""
+    from command import call
+
+    monkeypatch.chdir(tmp_path)
+    lines = [{field: who, "model": "pip", "id": f"c-{who}", "rating": "up"} for who in ("zoe", "bob")]
+    Path("f.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    shown = call("feedback", "f.jsonl", "--forget", "zoe")
+    assert "zoe" not in Path("f.jsonl").read_text() and "bob" in Path("f.jsonl").read_text() and "1" in shown

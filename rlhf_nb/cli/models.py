@@ -44,6 +44,7 @@ def export_command(
         from rlhf_nb.export.command import export_named
         from rlhf_nb.export.formats import EXPORT_RECORD
 
+        tell("The copy is written, then compared with the model: about a minute for 135M parameters.")
         done = export_named(
             model, out, to, on=on, limit=limit, answer_tokens=answer_tokens, reward=reward, max_kl=max_kl,
             max_lost=max_lost, force=force, dtype=dtype, shard_size=shard_size, overwrite=overwrite,

@@ -350,7 +350,7 @@ def forget(store: FeedbackStore, user: str) -> Forgotten:
             f"{store.path} holds nothing of {user!r}. Give the user's id as the server got it, or the hash that "
             "`rlhf-nb feedback` shows."
         )
-    users = {str(line["annotator"]) for line in lines}
+    users = {str(line.get("annotator", user)) for line in lines}
     return Forgotten(users, [str(line.get("id")) for line in lines], copies_of(store.path, users))
 
 
