@@ -154,4 +154,3 @@ def memory_told(config: ServeConfig) -> str:
         "(settings cache, copies, max_context)."
     )
     return "\n".join(lines)
-
