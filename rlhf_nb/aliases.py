@@ -183,14 +183,10 @@ def elsewhere(key: str) -> str:
         return f"In TRL that's {trl_words('explained')[key]}."
     if key.startswith("vllm_"):
         return (
-            "In TRL that's a setting of vLLM: here answers are drawn as sampling.sampler says (auto, ours, "
-            "generate, continuous)."
+            "In TRL that's a setting of vLLM: here sampling.sampler says who draws (auto, ours, generate, continuous)."
         )
     if key.startswith("dataloader_"):
-        return (
-            "In TRL that's a setting of its data loader: here rows are tokenized before the run, and "
-            "nothing waits for them."
-        )
+        return "In TRL that's a setting of its data loader: here rows are tokenized before, and nothing waits for them."
     same = trl_words("same").get(key)
     return f"In TRL that's what {same} is in other configs here; this one has no such setting." if same else ""
 
@@ -395,14 +391,12 @@ def translate(
                 group, given = group[part], given.get(part) if isinstance(given, Mapping) else None
             if isinstance(given, Mapping) and last in given:
                 raise ConfigError(
-                    f"{key} is {data[key]!r} and {ours} is {given[last]!r}, two names of one setting: leave one of "
-                    "them out."
+                    f"{key} is {data[key]!r} and {ours} is {given[last]!r}, two names of one setting: leave one out."
                 )
             other = said.setdefault(ours, key)
             if other != key and group.get(last) != value and key in CONVERTED and not ours.startswith("clip_eps"):
                 raise ConfigError(
-                    f"{other} is {data[other]!r} and {key} is {data[key]!r}, and both are {ours} here: leave one of "
-                    "them out."
+                    f"{other} is {data[other]!r} and {key} is {data[key]!r}, and both are {ours} here: leave one out."
                 )
             group[last] = value
     _tell(became, asked)

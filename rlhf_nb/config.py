@@ -244,8 +244,7 @@ class OptimizerConfig(StrictConfig):
             if key in self.model_fields_set and getattr(self, key) != OptimizerConfig.model_fields[key].default:
                 if self.schedule not in kinds:
                     raise ValueError(
-                        f"{key} belongs to schedule {' or '.join(kinds)}, but schedule is {self.schedule!r}: leave it "
-                        "out."
+                        f"{key} is of schedule {' or '.join(kinds)}, and schedule is {self.schedule!r}: leave it out."
                     )
         return self
 

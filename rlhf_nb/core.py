@@ -105,8 +105,7 @@ def _cuda_choice(gpu: GPU, want: str) -> tuple[str, str]:
     what = f"{gpu.name} (compute capability {major}.{minor})"
     if want == "bf16" and not native:
         raise ConfigError(
-            f"precision: 'bf16' was asked for, but {what} has no bf16 units and would emulate it, slower than fp32. "
-            "Use 'auto' or 'fp16'."
+            f"precision: 'bf16' was asked for, but {what} only emulates bf16, slower than fp32. Use 'auto' or 'fp16'."
         )
     if want != "auto":
         return want, f"{want} on {what}, as asked"
@@ -214,12 +213,9 @@ def pick_device(want: str = "auto") -> torch.device:
 
 # %% ../nbs/core.ipynb #b7bd8315
 def decide_precision(
-    device: torch.device | str | None = None,
-    want: str = "auto",
-    probe: Callable[[torch.device], GPU] = probe_gpu,
-    parameters: int = 0,
-    cpu: Callable[[], float] = probe_cpu,
-) -> Precision:
+    device: torch.device | str | None = None, want: str = "auto", probe: Callable[[torch.device], GPU] = probe_gpu,
+    parameters: int = 0, cpu: Callable[[], float] = probe_cpu,
+) -> Precision:  # fmt: skip
     """Decide, in one place, which number formats a run uses, and say why in one line.
 
     Args:

@@ -564,12 +564,9 @@ class PromptBatch(Batch):
 
     @classmethod
     def from_lists(
-        cls,
-        prompt_ids: Sequence[Sequence[int]],
-        prompts: Sequence[Any] | None = None,
-        columns: dict[str, list[Any]] | None = None,
-        pad_id: int = 0,
-    ) -> PromptBatch:
+        cls, prompt_ids: Sequence[Sequence[int]], prompts: Sequence[Any] | None = None,
+        columns: dict[str, list[Any]] | None = None, pad_id: int = 0,
+    ) -> PromptBatch:  # fmt: skip
         """Lists of token ids as a padded batch.
 
         Args:
@@ -627,14 +624,9 @@ class PreferenceBatch(Batch):
 
     @classmethod
     def from_lists(
-        cls,
-        prompts: TokenLists,
-        chosen: TokenLists,
-        rejected: TokenLists,
-        pad_id: int = 0,
-        margin: Sequence[float] | None = None,
-        masks: tuple[LossMasks | None, LossMasks | None] = (None, None),
-    ) -> PreferenceBatch:
+        cls, prompts: TokenLists, chosen: TokenLists, rejected: TokenLists, pad_id: int = 0,
+        margin: Sequence[float] | None = None, masks: tuple[LossMasks | None, LossMasks | None] = (None, None),
+    ) -> PreferenceBatch:  # fmt: skip
         """Lists of token ids as a padded batch.
 
         Args:

@@ -164,14 +164,12 @@ class CapabilityTester:
         new = results[name]
         if new.fingerprint != task.fingerprint:
             raise DataError(
-                f"suite {name!r} is not the frozen one: its rows or its rule were changed, so its scores can't be "
-                f"compared."
+                f"suite {name!r} is not the frozen one: its rows or its rule were changed, so scores can't be compared."
             )
         for key, was in task.settings.items():
             if new.settings.get(key) != was:
                 raise DataError(
-                    f"suite {name!r} was frozen with {key}={was}, and now it is {new.settings.get(key)}: evaluate both "
-                    f"alike."
+                    f"suite {name!r} was frozen with {key}={was}, now {new.settings.get(key)}: evaluate both alike."
                 )
         gap = np.array([r.score - task.rows[r.id] for r in new.rows if r.score is not None and r.id in task.rows])
         if len(gap) < 2:

@@ -138,8 +138,7 @@ def compare_folders(
     """
     if len(places) < 2:
         raise DataError(
-            f"a comparison needs the folders of two results or more: {me()} compare runs/eval/SUITE/A "
-            "runs/eval/SUITE/B."
+            f"a comparison needs folders of two or more results: {me()} compare runs/eval/SUITE/A runs/eval/SUITE/B."
         )
     sides = _sides(places)
     folder = Path(config.output_dir or Path("runs/eval") / sides[0].results.suite / "compare")

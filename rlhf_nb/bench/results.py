@@ -275,8 +275,7 @@ def compare_results(
         if judged is None and "rules" in other and r.settings.get("rules", other["rules"]) != other["rules"]:
             raise DataError(
                 f"{name} was scored by rules of the versions {r.settings['rules']} and {called[0]} by "
-                f"{other['rules']}: "
-                "evaluate the older one again (--overwrite)."
+                f"{other['rules']}: evaluate the older one again (--overwrite)."
             )
     pairs = []
     for i in range(len(results)):
@@ -318,8 +317,8 @@ class Judged(NamedTuple):
         kappa = "" if math.isnan(self.kappa) else f" (κ {self.kappa:.2f})"
         return (
             f"both orders agree in {self.agreement:.0%} of pairs{kappa}, position bias "
-            f"{round(self.position_bias, 3) + 0.0:+.3f}, "
-            f"{self.flips:.0%} turn with the order, {self.no_opinion} without opinion"
+            f"{round(self.position_bias, 3) + 0.0:+.3f}, {self.flips:.0%} turn with the order, {self.no_opinion} "
+            "without opinion"
         )
 
 

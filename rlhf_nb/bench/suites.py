@@ -158,14 +158,12 @@ def load_suite(name: str | Path, file: str | Path | None = None, limit: int | No
         raise ConfigError(f"there is no suite {str(name)!r}, and no such file. {hint}")
     if path.suffix not in (".yaml", ".yml", ".json"):
         raise ConfigError(
-            f"suite {str(name)!r} is no YAML file. Rows go with a suite that says how they are scored: "
-            f"--suite NAME --file {path.name}."
+            f"suite {str(name)!r} is no YAML file. Rows go with a suite: --suite NAME --file {path.name}."
         )
     config = SuiteConfig.model_validate(read_config_file(path))
     if file is None and config.rows is None:
         raise ConfigError(
-            f"suite {config.name} brings no rows: name the file, --file FILE, "
-            f"{config.file or 'JSON lines with a prompt'}."
+            f"suite {config.name} brings no rows: add --file FILE, {config.file or 'JSON lines with a prompt'}."
         )
     rows: Sequence[Mapping[str, Any]] = read_rows(file) if file is not None else config.rows or []
     made = [_prepared(dict(row), config, i) for i, row in enumerate(rows[:limit])]
@@ -478,9 +476,8 @@ def check_same(before: Any, now: Mapping[str, Any], holds: str, option: str) -> 
     for key in {**before, **now}:
         if before.get(key) != now.get(key):
             raise RunError(
-                f"{holds} {key}={str(before.get(key)):.60}, and now it is {str(now.get(key)):.60}: "
-                f"they can't be mixed. Choose another {option}, or delete what is there (eval: "
-                f"--overwrite)."
+                f"{holds} {key}={str(before.get(key)):.60}, and now it is {str(now.get(key)):.60}: they can't be "
+                f"mixed. Choose another {option}, or delete what is there (eval: --overwrite)."
             )
 
 

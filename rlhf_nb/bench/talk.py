@@ -11,15 +11,7 @@ from typing import Any
 
 from ..console import me, tell
 from ..config import ModelConfig, SamplingConfig, parse_overrides
-from rlhf_nb.core import (
-    ConfigError,
-    DataError,
-    ModelError,
-    derive_seed,
-    did_you_mean,
-    evaluating,
-    mended,
-)
+from ..core import ConfigError, DataError, ModelError, derive_seed, did_you_mean, evaluating, mended
 from ..data.formats import Message
 from ..data.sources import prompt_batch
 from ..data.templates import encode_chat
@@ -37,11 +29,8 @@ __all__ = ['HELP', 'Manner', 'read_generation', 'manner_of', 'Partner', 'convers
 # %% ../../nbs/bench/talk.ipynb #13ce1d8b
 _OURS = ("temperature", "top_k", "top_p", "min_p")
 _OTHERS = {
-    "repetition_penalty": 1.0,
-    "no_repeat_ngram_size": 0,
-    "typical_p": 1.0,
-    "num_beams": 1,
-}  # and what changes nothing
+    "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "typical_p": 1.0, "num_beams": 1,
+}  # and what changes nothing  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -210,9 +199,8 @@ class Partner:
                 return ids, left_out
             if len(rest) < 3:
                 raise DataError(
-                    f"the message is {len(ids)} tokens long and the answer may have "
-                    f"{self.manner.sampling.max_new_tokens}, but the model reads {window}: shorten it, or lower "
-                    f"--max-new-tokens."
+                    f"the message is {len(ids)} tokens long, the answer up to {self.manner.sampling.max_new_tokens}, "
+                    f"but the model reads {window}: shorten it, or lower --max-new-tokens."
                 )
             rest, left_out = rest[2:], left_out + 1
 
@@ -407,8 +395,7 @@ def _load_decoder(settings: DecoderConfig | None, greedy: bool, device: Any) -> 
         return None
     if greedy and KINDS[settings.kind].draws:
         raise ConfigError(
-            f"--greedy and --decoder {settings} contradict each other: the likeliest answer is one, and there is "
-            f"nothing to choose from."
+            f"--greedy and --decoder {settings} contradict each other: of one likeliest answer nothing can be chosen."
         )
     from rlhf_nb.train.decoders import load_decoder
 

@@ -131,8 +131,7 @@ def _elsewhere(allowed: Sequence[str]) -> str:
     """What can be done with rows that don't have what a purpose needs."""
     if list(allowed) == ["preference"]:
         return (
-            "Pairs come from two answers to a prompt: a judge labels them (rlhf-nb rlaif); single answers train sft, "
-            "or kto with a label."
+            "Pairs come from two answers: a judge labels them (rlhf-nb rlaif). Others train sft, or kto with a label."
         )
     if list(allowed) == ["unpaired"]:
         return "kto needs a label, 0 or 1, for each answer, or pairs; answers alone train sft."
@@ -181,8 +180,7 @@ def renamed(rows: Iterable[Row], names: Mapping[str, str | None]) -> Iterator[Ro
         )
         if taken is not None:
             raise DataError(
-                f"row {i} has a column {taken!r} already, so nothing else can be called that; data.columns={{{taken}: "
-                "null, ...} drops it."
+                f"row {i} has a column {taken!r} already; data.columns={{{taken}: null, ...}} drops it and makes room."
             )
         yield {new: v for k, v in row.items() if (new := names.get(k, k)) is not None}
 
@@ -431,8 +429,7 @@ def extract_prompt(chosen: Text, rejected: Text) -> tuple[Text, Text, Text]:
         n = _shared_turns(chosen, rejected)
     else:
         raise DataError(
-            f"chosen is {type(chosen).__name__}, rejected is {type(rejected).__name__}; both must be texts, or both "
-            "messages."
+            f"chosen is {type(chosen).__name__}, rejected is {type(rejected).__name__}; both must be texts or messages."
         )
     return chosen[:n], chosen[n:], rejected[n:]
 
@@ -513,8 +510,7 @@ def _preference(row: Row, where: str) -> Row:
     if any(s != "assistant" for s in speakers):
         raise DataError(
             f"{where}: chosen and rejected aren't answers to one prompt: after the prompt they start with "
-            f"{' and '.join(speakers)}; give answers of the assistant alone, or whole dialogues that begin with the "
-            "same turns."
+            f"{' and '.join(speakers)}; give the assistant's answers alone, or whole dialogues that begin alike."
         )
     margin = {} if row.get("margin") in (None, "") else {"margin": _margin(row["margin"], f"{where}, margin")}
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected, **margin}
@@ -539,8 +535,7 @@ def _stepwise(row: Row, where: str) -> Row:
     if not isinstance(steps, list) or not isinstance(labels, list) or len(steps) != len(labels) or not steps:
         sizes = [len(x) if isinstance(x, list) else type(x).__name__ for x in (steps, labels)]
         raise DataError(
-            f"{where}: completions and labels must be lists with one label for each step; they are {sizes[0]} and "
-            f"{sizes[1]}."
+            f"{where}: completions and labels must be lists, a label for each step; they are {sizes[0]} and {sizes[1]}."
         )
     return {
         "prompt": _prompt(row["prompt"], f"{where}, prompt"),
@@ -763,8 +758,7 @@ def to_rows(rows: Iterable[Row], to: str | None = None, reading: Reading = PLAIN
             warnings.warn(f"{n} of {n + kept} rows {reason} and are left out. {why}", DataWarning, stacklevel=2)
         if begun:
             warnings.warn(
-                f"{begun} of {kept} conversations begin with an answer before any question; they are read from their "
-                "first question on.",
+                f"{begun} of {kept} conversations begin with an answer; they are read from their first question on.",
                 DataWarning,
                 stacklevel=2,
             )

@@ -62,8 +62,7 @@ class MixSource:
         self.weights = [float(len(s)) for s in sources] if weights is None else [float(w) for w in weights]
         if not all(math.isfinite(w) and w > 0 for w in self.weights):
             raise DataError(
-                f"the weights of a mix are {self.weights}; each must be above 0. Leave a source out to take nothing "
-                "from it."
+                f"the weights of a mix are {self.weights}; each must be above 0. Leave out a source that gives nothing."
             )
         self.sources, self.names, self.seed = list(sources), list(names), seed
         self.given = [0] * len(self.sources)
@@ -110,12 +109,9 @@ class MixSource:
         """Where the mix and its sources stand; fits into JSON."""
         each = [s.state_dict() for s in self.sources]
         return {
-            "given": list(self.given),
-            "weights": self.weights,
-            "names": self.names,
-            "seed": self.seed,
+            "given": list(self.given), "weights": self.weights, "names": self.names, "seed": self.seed,
             "sources": each,
-        }
+        }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken.

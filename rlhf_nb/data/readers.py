@@ -271,12 +271,9 @@ def _hub(name: str, split: str, subset: str | None, streaming: bool, revision: s
 
 # %% ../../nbs/data/readers.ipynb #4c62ab21
 def open_rows(
-    path: str | Path,
-    split: str = "train",
-    subset: str | None = None,
-    streaming: bool = True,
+    path: str | Path, split: str = "train", subset: str | None = None, streaming: bool = True,
     revision: str | None = None,
-) -> OpenRows:
+) -> OpenRows:  # fmt: skip
     """A function that opens a dataset from its start, each time it is called.
 
     Args:

@@ -185,8 +185,7 @@ def load_parts(data: DataConfig, kind: RowKind, seed: int = 0) -> list[tuple[lis
         seen |= {row_key(r) for r in kept}
         if not kept:
             raise DataError(
-                f"{part.path}: all of its {len(rows)} rows stand in other sources of data.mix, so it adds nothing. "
-                "Leave it out."
+                f"{part.path}: all of its {len(rows)} rows stand in other sources of data.mix, too: leave it out."
             )
         out.append((kept, held))
     if data.eval_size is not None:
@@ -270,9 +269,8 @@ def held_out_of_stream(data: DataConfig, kind: RowKind, seed: int = 0) -> list[R
     n = (data.eval_size or 0) if data.eval_split is None else None
     if n:
         warnings.warn(
-            f"held-out rows are the first {n} of the stream {data.path}, as they come: where it is sorted, they are of "
-            "another kind than the rest. data.eval_split=NAME takes a split of its own, data.streaming=false draws "
-            "rows by lot.",
+            f"held-out rows are the first {n} of the stream {data.path}, as they come: of a sorted one another kind "
+            "than the rest. data.eval_split=NAME takes a split of its own, data.streaming=false draws rows by lot.",
             DataNote,
             stacklevel=3,
         )

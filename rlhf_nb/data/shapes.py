@@ -223,8 +223,7 @@ def _text_of(answer: Mapping[str, Any], where: str) -> Any:
     )
     if found is None:
         raise DataError(
-            f"{where} has no text; it has {', '.join(map(str, answer)) or 'nothing'}, and one of response, answer, "
-            "text is needed."
+            f"{where} has no text (response, answer or text); it has {', '.join(map(str, answer)) or 'nothing'}."
         )
     return found
 
@@ -578,8 +577,7 @@ def _named(row: Mapping[str, Any], native: Mapping[str, set[str]], where: str, n
     if shape is not None and shape.columns(row) is None:
         needs = ", ".join(shape.roles.values())
         raise DataError(
-            f"{where} has the columns {listed(row)}, but data.shape={name} needs {needs}. data.shape=null goes by "
-            "the columns."
+            f"{where} has the columns {listed(row)}, but data.shape={name} needs {needs}. Or leave data.shape out."
         )
     return shape
 

@@ -23,13 +23,8 @@ from .formats import COLUMNS, DataWarning, Row, Text, to_rows
 from .readers import OpenRows
 from .shapes import DataNote
 from rlhf_nb.data.templates import (
-    Answered,
-    as_chat,
-    counted_turns,
-    encode_answers,
-    encode_continuations,
-    encode_dialogues,
-)
+    Answered, as_chat, counted_turns, encode_answers, encode_continuations, encode_dialogues,
+)  # fmt: skip
 from .templates import encode_prompts, family_templates, is_blank, pairs_as_chat, share_prompt
 from ..types import Completions, PreferenceBatch, PromptBatch
 
@@ -121,12 +116,9 @@ def _keep_end(ids: list[int], n: int, bos: int | None) -> list[int]:
 
 
 def truncate(
-    prompt: list[int],
-    completions: Sequence[list[int]],
-    max_length: int | None = None,
-    max_prompt_length: int | None = None,
-    bos: int | None = None,
-) -> tuple[list[int], list[list[int]]]:
+    prompt: list[int], completions: Sequence[list[int]], max_length: int | None = None,
+    max_prompt_length: int | None = None, bos: int | None = None,
+) -> tuple[list[int], list[list[int]]]:  # fmt: skip
     """Cut a prompt from the left and its completions from the right until they fit. No completion loses all its tokens.
 
     Args:
@@ -281,9 +273,8 @@ def _warn_unknown(rows: Sequence[Row], tok: Any) -> None:
     n, total = sum(v.count(unknown) for v in ids), sum(map(len, ids))
     if n > 0.01 * total:
         _warn(
-            f"{n / total:.0%} of the tokens are {tok.unk_token!r}: the tokenizer doesn't know these words, and the "
-            "model can't tell one from another. Use a model that was made for this text (the toy world's knows its own "
-            "words only).",
+            f"{n / total:.0%} of the tokens are {tok.unk_token!r}: words that the tokenizer doesn't know, all alike "
+            "to the model. Use a model that was made for this text (the toy world's knows its own words only).",
             5,
         )
 
@@ -299,9 +290,8 @@ def _warn_spelled(dialogues: Iterable[Any], tok: Any) -> None:
         hits, first = hits + bool(hit), first or hit
     if hits:
         _warn(
-            f"{hits} prompts or answers spell a special token of the tokenizer ({first!r}, say) in a message. "
-            "It is read as the template's own, so a text can end its turn and begin another one: take it out of the "
-            "rows, unless it is meant.",
+            f"{hits} prompts or answers spell a special token of the tokenizer ({first!r}, say) in a message. It is "
+            "read as the template's own, so a text can end its turn and begin another: take it out, unless meant.",
             4,
         )
 
@@ -323,8 +313,7 @@ def _say_plain(prompts: Sequence[Text], tok: Any, chat: bool | None, warn: bool)
         return
     which = f"plain prompts: {plain} of {len(prompts)} are strings, and the model has a chat template"
     how = (
-        "they go through it as a user's message, like what is typed to the model later; data.as_chat=false takes them "
-        "as they are"
+        "they go through it as a user's message, like what is typed later; data.as_chat=false takes them as they are"
         if chat
         else "they are taken as they are; data.as_chat=true sends them through it, like what is typed to the model "
         "later"
@@ -339,8 +328,7 @@ def _say_split(rows: list[int], tok: Any) -> None:
     if split:
         warnings.warn(
             f"{len(split)} of {len(rows)} dialogues became {sum(split)} rows, one for each answer: the chat template "
-            "writes earlier turns in another way once the dialogue goes on, and each answer is learnt behind what the "
-            "model sees then."
+            "writes earlier turns anew as the dialogue goes on; an answer is learnt behind what the model sees."
             + "".join(f" model.chat_template={n} keeps all turns as said, in training and afterwards." for n in names),
             DataNote,
             stacklevel=3,
@@ -738,13 +726,9 @@ class StreamSource:
     """
 
     def __init__(
-        self,
-        open_fn: OpenRows | Iterable[Row],
-        seed: int = 0,
-        buffer: int = 1000,
-        transform: Callable[[list[Row]], list[Row]] | None = None,
-        chunk: int = 64,
-    ) -> None:
+        self, open_fn: OpenRows | Iterable[Row], seed: int = 0, buffer: int = 1000,
+        transform: Callable[[list[Row]], list[Row]] | None = None, chunk: int = 64,
+    ) -> None:  # fmt: skip
         if not callable(open_fn) and iter(open_fn) is open_fn:
             raise DataError("The stream is an iterator that can be read only once; give a function that opens it anew.")
         self.open_fn, self.seed, self.buffer, self.transform, self.chunk = open_fn, seed, buffer, transform, chunk

@@ -56,8 +56,7 @@ class StepRule(NamedTuple):
         """
         if self.pattern is not None and self.token is not None:
             raise ConfigError(
-                f"boundary.pattern is {self.pattern!r} and boundary.token {self.token!r}: one of them says where a "
-                "step ends."
+                f"boundary.pattern is {self.pattern!r} and boundary.token {self.token!r}: only one can end a step."
             )
         if not self.separator:
             raise ConfigError(
@@ -196,10 +195,7 @@ def tokenize_steps(
     for i, row in enumerate(normal):
         empty = next((k for k, s in enumerate(row["completions"]) if is_blank(s)), None)
         if empty is not None:
-            raise DataError(
-                f"row {i}, completions[{empty}] is empty, so there is nothing that its label could be about: drop the "
-                "step."
-            )
+            raise DataError(f"row {i}, completions[{empty}] is empty, so its label is about nothing: drop the step.")
     prompts, answers = _spoken([row["prompt"] for row in normal], ["".join(s) for s in steps], tok, chat)
     out, lost, total = list[Row](), Counter[str](), len(normal)
     for row, own, (prompt, ids, _) in zip(normal, steps, encode_pairs(tok, prompts, answers)):
@@ -213,16 +209,13 @@ def tokenize_steps(
             lost["no step inside max_length"] += 1
             continue
         found = {
-            "prompt_ids": head,
-            "completion_ids": tail,
-            "step_ends": [e for e, _ in kept],
+            "prompt_ids": head, "completion_ids": tail, "step_ends": [e for e, _ in kept],
             "step_labels": [v for _, v in kept],
-        }
+        }  # fmt: skip
         out.append({**found, "lengths": [len(prompt), len(ids)]})
     if not out and warn:
         raise DataError(
-            f"none of {total} rows has a step that could be learnt from ({', '.join(lost) or 'there are no rows'}): "
-            "raise data.max_length."
+            f"none of {total} rows has a step to learn ({', '.join(lost) or 'no rows'}): raise data.max_length."
         )
     if warn:
         _warn_of(out, lost, total, tok, rule)

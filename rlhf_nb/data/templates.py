@@ -52,8 +52,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int = 4096) -> Any:
     special = [PAD_TOKEN, BOS_TOKEN, EOS_TOKEN]
     if vocab_size < 256 + len(special):
         raise DataError(
-            f"vocab_size is {vocab_size}; byte-level BPE needs at least {256 + len(special)}: 256 bytes and "
-            f"{len(special)} special tokens."
+            f"vocab_size is {vocab_size}; a byte-level BPE has 256 bytes and {len(special)} special tokens at least."
         )
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -244,9 +243,8 @@ def _render(
         if unseen:
             raise DataError(
                 f"The chat template doesn't write tools: {unseen!r} is nowhere in what it makes of a dialogue, so the "
-                "model would never see it. "
-                f"model.chat_template={_other(tok, next(iter(unique.values())), given)} does, "
-                "data.columns={tools: null} goes without."
+                f"model would never see it. model.chat_template={_other(tok, next(iter(unique.values())), given)} "
+                f"does, data.columns={tools: null} goes without."
             )
         texts |= zip(unique, found)
     return [texts[k] for k in keys]
@@ -295,10 +293,9 @@ def _answer(tok: Any, messages: list[Message], tools: Any, opened: str, closed: 
         return before, closed[len(before) :]
     other = _other(tok, messages, tools)
     raise DataError(
-        f"The chat template rewrites messages[{len(asked)}], or what came before it: it asks with "
-        f"...{opened[-40:]!r}, and then writes ...{closed[-60:]!r}. So no mask can say which tokens the assistant "
-        f"wrote. Another template takes the rows: model.chat_template={other}; rlhf-nb data FILE --model MODEL names "
-        "all such rows.",
+        f"The chat template rewrites messages[{len(asked)}], or what came before: it asks with ...{opened[-40:]!r}, "
+        f"and then writes ...{closed[-60:]!r}. So no mask can say which tokens the assistant wrote. Another template "
+        f"takes the rows: model.chat_template={other}; rlhf-nb data FILE --model MODEL names all such rows.",
         python=_in_python(other),
     )
 
@@ -680,9 +677,8 @@ def encode_replies(tok: Any, replies: Sequence[Reply]) -> list[list[int]]:
             n = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
             raise DataError(
                 f"The chat template rewrites an answer once it is replied to: token {n} is "
-                f"{tok.decode(a[n : n + 1])!r} at first and {tok.decode(b[n : n + 1])!r} then, so the tokens that were "
-                "drawn would not be those that are read. Another template keeps them: "
-                f"model.chat_template={_other(tok, talk, reply.tools)}."
+                f"{tok.decode(a[n : n + 1])!r} at first and {tok.decode(b[n : n + 1])!r} then, so what was drawn would "
+                f"not be what is read. Another template keeps it: model.chat_template={_other(tok, talk, reply.tools)}."
             )
         out.append(letters.read(after[len(kept) :], True))
     return out

@@ -116,8 +116,7 @@ def read_form(regex: str | None = None, json_schema: Any = None, grammar: str | 
     if len(given) != 1:
         raise ConfigError(
             f"an answer has one form, and {' and '.join(given) or 'none'} {'is' if len(given) < 2 else 'are'} given: "
-            "name one of regex=PATTERN, json_schema=FILE.json, grammar=FILE.lark "
-            "(on a command line --set json_schema=FILE.json)."
+            "name one of regex=PATTERN, json_schema=FILE.json, grammar=FILE.lark (--set json_schema=FILE.json)."
         )
     if regex is not None:
         return AnswerForm("regex", regex)
@@ -239,8 +238,8 @@ class Constrained(Decoder):
             except ValueError as e:
                 raise ConfigError(
                     f"{self.name}: llguidance can't read this tokenizer ({_reason(str(e)).partition(': ')[0]}). "
-                    "Byte-level tokenizers of today's models work; "
-                    "one that only has whole words, as the toy world's, can't write every form."
+                    "Byte-level tokenizers of today's models work; one that only has whole words, as the toy world's, "
+                    "can't write every form."
                 ) from e
             self._known = (key, _guide().LLMatcher(table, self.grammar, log_level=0), tokenizer)
             self._known[1].compute_logit_bias()  # whether any token can begin it
@@ -267,8 +266,7 @@ class Constrained(Decoder):
         whole, n = writing.whole(), int(r.completion_lens.sum())
         if (cut := round((1 - whole) * len(r))) and self.begun is None:
             log.warning(
-                f"{cut} of {len(r)} answers were cut at max_new_tokens={sampling.max_new_tokens} before they were "
-                "whole: raise it."
+                f"{cut} of {len(r)} answers were cut at max_new_tokens={sampling.max_new_tokens}, not whole: raise it."
             )
         gains = {"whole": whole, "ms of masks per token": 1000 * writing.seconds / n}
         return self.pay(r, begin, gains=gains, **kl)

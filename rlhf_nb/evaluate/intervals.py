@@ -368,8 +368,7 @@ class LengthControlled(NamedTuple):
         r, raw = self.rate, self.raw
         return (
             f"{r.value:.1%} [{r.low:.1%}, {r.high:.1%}] at equal length; {raw.value:.1%} [{raw.low:.1%}, "
-            f"{raw.high:.1%}] as counted; "
-            f"length effect {self.length_effect:+.2f}, longer in {self.longer:.0%}"
+            f"{raw.high:.1%}] as counted; length effect {self.length_effect:+.2f}, longer in {self.longer:.0%}"
         )
 
 
@@ -474,13 +473,9 @@ def _vote(said: Sequence[Hashable | None], wanted: Hashable) -> float:
 
 
 def majority_interval(
-    said: Sequence[Hashable | None],
-    wanted: Sequence[Hashable],
-    num_samples: int,
-    k: int,
-    level: float = 0.95,
+    said: Sequence[Hashable | None], wanted: Sequence[Hashable], num_samples: int, k: int, level: float = 0.95,
     seed: int = 0,
-) -> Estimate:
+) -> Estimate:  # fmt: skip
     """majority@k, the chance that the most frequent of k answers is right, with an interval over prompts.
 
     Args:
@@ -539,8 +534,7 @@ def several_note(p_values: Sequence[float], level: float = 0.95) -> str:
     alone, kept = sum(p < alpha for p in p_values), sum(p < alpha for p in holm(p_values))
     return (
         f"{len(p_values)} comparisons: with independent ones, luck alone would make at least one of them look real in "
-        f"{luck:.0%} of cases. "
-        f"{alone} have p < {alpha:.2g}, {kept} after Holm's correction."
+        f"{luck:.0%} of cases. {alone} have p < {alpha:.2g}, {kept} after Holm's correction."
     )
 
 # %% ../../nbs/evaluate/intervals.ipynb #5faa9adc
@@ -556,8 +550,7 @@ class Calibration(NamedTuple):
     def __str__(self) -> str:
         return (
             f"Brier {self.brier.value:.3f} [{self.brier.low:.3f}, {self.brier.high:.3f}], calibration error "
-            f"{self.ece:.3f} "
-            f"(perfect calibration would show {self.ece_if_perfect:.3f}), n={self.n}"
+            f"{self.ece:.3f} (perfect calibration would show {self.ece_if_perfect:.3f}), n={self.n}"
         )
 
 

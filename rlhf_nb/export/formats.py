@@ -15,15 +15,7 @@ import torch
 from .. import __version__
 from ..core import ConfigError, RunError, check_choice
 from ..data.hub import sha256_of
-from rlhf_nb.export.price import (
-    Price,
-    AnswerScorer,
-    probe_prompts,
-    forward_of,
-    held_out,
-    measure_copy,
-    too_dear,
-)
+from .price import Price, AnswerScorer, probe_prompts, forward_of, held_out, measure_copy, too_dear
 from .source import ExportSource, load_fp32, write_safetensors
 from ..models.load import staged
 from ..models.merge import sha256_of_weights, told_place
@@ -97,8 +89,7 @@ def check_target(out: Path, source: ExportSource, needed: int, overwrite: bool) 
     """
     if out.resolve() in (source.tensors.own.resolve(), source.tensors.folder.resolve()):
         raise RunError(
-            f"{str(out)!r} is the model itself, and would be overwritten while it is read: name another folder with "
-            "--out."
+            f"{str(out)!r} is the model itself, and would be overwritten as it is read: name another folder with --out."
         )
     if out.exists() and not out.is_dir():
         raise RunError(f"{str(out)!r} is a file, and an export is a folder: name another one with --out.")
@@ -107,8 +98,7 @@ def check_target(out: Path, source: ExportSource, needed: int, overwrite: bool) 
     if broken and not overwrite:
         raise RunError(
             f"{str(out)!r} holds {broken[0].name}, which an export that was killed has left, or one that still runs "
-            "needs: "
-            "add --overwrite if none runs, or name another folder with --out."
+            "needs: add --overwrite if none runs, or name another folder with --out."
         )
     if len(inside) > len(broken):
         if not earlier_files(out):

@@ -41,8 +41,7 @@ class ExportSource:
             or (self.tensors.own / "REWARD_MODEL.md").exists()
         ):
             raise ModelError(
-                f"{self.place!r} is a reward model, and what is exported here writes texts. Name the policy's "
-                "directory."
+                f"{self.place!r} is a reward model, and what is exported here writes texts: name the policy's folder."
             )
 
     @cached_property

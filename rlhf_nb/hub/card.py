@@ -535,13 +535,9 @@ def _begun_with(told: Told) -> dict[str, Any]:
 
 
 def card(
-    told: Told,
-    name: str,
-    license: str | None = None,
-    measured: Measured | None = None,
-    picture: str | None = None,
+    told: Told, name: str, license: str | None = None, measured: Measured | None = None, picture: str | None = None,
     samples: bool = True,
-) -> str:
+) -> str:  # fmt: skip
     """The text of a model card.
 
     Args:

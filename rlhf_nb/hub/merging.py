@@ -34,8 +34,7 @@ def weights_said(text: str | None, models: int) -> list[float]:
         ) from None
     if len(values) not in (1, models):
         raise ConfigError(
-            f"--weights has {len(values)} numbers for {models} models: give one for all, or one for each, in the same "
-            "order."
+            f"--weights has {len(values)} numbers for {models} models: give one for all, or one each, in their order."
         )
     return values * models if len(values) == 1 else values
 

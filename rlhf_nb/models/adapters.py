@@ -163,8 +163,7 @@ class Reference:
         if moved and copy_model:
             _log.warning(
                 "the adapter's start (pissa, olora) is a part of the frozen weights, so 'adapters off' is not the "
-                "model that was loaded: the reference is a "
-                "frozen copy, which takes memory; init_lora_weights=true or gaussian needs none"
+                "model that was loaded: the reference is a frozen copy; init_lora_weights=true or gaussian needs none"
             )
         self.adapters_off = bool(adapter_names(model)) and not moved
         if self.adapters_off:
@@ -222,15 +221,9 @@ class PolicyValue(nn.Module):
     reward_bias: Tensor
 
     def __init__(
-        self,
-        policy: Any,
-        mode: AdapterMode,
-        reference: Reference,
-        *,
-        value_model: ValueModel | None = None,
-        value_head: ScalarHead | None = None,
-        reward: ScalarAdapter | None = None,
-    ) -> None:
+        self, policy: Any, mode: AdapterMode, reference: Reference, *, value_model: ValueModel | None = None,
+        value_head: ScalarHead | None = None, reward: ScalarAdapter | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.policy, self.mode, self.reference = policy, mode, reference
         self.policy_adapter = next(iter(adapter_names(policy)), None)  # the first one put in
@@ -251,14 +244,9 @@ class PolicyValue(nn.Module):
         return self.value_head(states) - self.value_bias  # type: ignore[no-any-return]
 
     def forward(
-        self,
-        c: Completions,
-        *,
-        values: bool = True,
-        head_only: bool = False,
-        token_budget: int = TOKEN_BUDGET,
+        self, c: Completions, *, values: bool = True, head_only: bool = False, token_budget: int = TOKEN_BUDGET,
         **options: Any,
-    ) -> TokenScores:
+    ) -> TokenScores:  # fmt: skip
         """Log-probs, entropy and values of completion tokens.
 
         Args:
@@ -297,11 +285,9 @@ class PolicyValue(nn.Module):
         assert self.value_head is not None
         name = "value" if self.mode == "hydra" else self.policy_adapter
         view = ValueModel(
-            split_head(self.policy)[0],
-            self.value_head,
-            adapter=name,
+            split_head(self.policy)[0], self.value_head, adapter=name,
             lora_config=self.policy.peft_config[name] if name else None,
-        )
+        )  # fmt: skip
         view.bias = self.value_bias
         return view
 
@@ -407,9 +393,8 @@ def _same_base(policy: Any, rm: RewardModel) -> None:
             )
         ):
             raise ModelError(
-                f"the reward model's adapter belongs to another backbone: {key} differs from the policy's. Train the "
-                "reward model with LoRA on the model that PPO starts "
-                "from (the SFT model, merged), or use mode 'separate'."
+                f"the reward model's adapter belongs to another backbone: {key} differs from the policy's. Train it "
+                "with LoRA on the model that PPO starts from (the SFT model, merged), or use mode 'separate'."
             )
 
 # %% ../../nbs/models/adapters.ipynb #cecbcca2

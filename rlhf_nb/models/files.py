@@ -60,8 +60,7 @@ def named(cfg: ModelConfig) -> str:
     """
     if cfg.name_or_path is None:
         raise ConfigError(
-            "model.name_or_path is null: set it to a directory, a short name (smollm2), a hub name or "
-            f"{names(with_model=True)}.",
+            f"model.name_or_path is null: set a folder, a name (smollm2, or of the hub) or {names(with_model=True)}.",
             python="In Python a trainer also takes model= and tokenizer=.",
         )
     return cfg.name_or_path
@@ -211,8 +210,7 @@ def _check_names(file: Path) -> None:
         if strange is not None or len(names) > 10_000:
             raise ModelError(
                 f"{str(file)!r}: {key} is {str(strange or len(names))[:80]!r}, and layers are named by letters, "
-                "digits, _, - and . only (at most 10,000 names). Write the layers' names, or merge the adapter where "
-                "you trust it."
+                "digits, _, - and . only (at most 10,000). Name the layers, or merge the adapter where you trust it."
             )
     ranks = [settings.get("r") or 0, *(settings.get("rank_pattern") or {}).values()]
     if any(isinstance(r, int) and r > 16_384 for r in ranks) or settings.get("layer_replication"):
@@ -294,10 +292,7 @@ def load_or_explain(what: str, name: str, load: Callable[[], Any]) -> Any:
                 "The hub can't be reached from here and there is no copy in its cache: give a local directory instead."
             )
         else:
-            hint = (
-                "It is neither a directory here nor a model on the hub that you may read; check the spelling, or "
-                "log in for a gated model."
-            )
+            hint = "It is neither a folder here nor a model of the hub that you may read: check the name, or log in."
         raise ModelError(
             f"{what} {name!r} can't be loaded. {hint}{near_short_name(name)} ({type(e).__name__}: {reason})"
         ) from e
@@ -360,10 +355,7 @@ def base_of_adapter(where: str | Path) -> str:
     if len(name) > 4000:  # no path of any system
         raise ModelError(f"{str(file)!r} names a base model of {len(name):,} letters: {name:.40}...")
     if os.path.exists(Path(resolve(name)).expanduser() / file.name):
-        raise ModelError(
-            f"{str(where)!r} is a LoRA adapter on top of {name!r}, an adapter itself. Merge that one first, and name "
-            "the merged model."
-        )
+        raise ModelError(f"{str(where)!r} is a LoRA adapter on top of {name!r}, an adapter itself: merge that first.")
     return name
 
 
@@ -401,8 +393,7 @@ def _from_gguf(kind: Any, file: Path, what: str, options: Mapping[str, Any]) -> 
             )
     if "quantization_config" in options:
         raise ModelError(
-            f"{str(file)!r} is unpacked when it is read, so it can't stay in 4 bits: set "
-            "model.lora.quantize_4bit=false."
+            f"{str(file)!r} is unpacked as it is read, so it can't stay in 4 bits: model.lora.quantize_4bit=false."
         )
     kept = {k: v for k, v in options.items() if k not in ("revision", "use_safetensors", "trust_remote_code")}
     bar = getattr(reading, "tqdm", None)

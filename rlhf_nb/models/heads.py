@@ -24,13 +24,8 @@ from .layers import LayerStates, body_of, body_parts, cut_body, layers_of
 from ..scoring.scores import Pooling, completion_values, sequence_scores
 from ..scoring.head import split_head
 from rlhf_nb.models.load import (
-    adapter_names,
-    check_start,
-    base_of_adapter,
-    check_loaded,
-    check_whole,
-    compare_outputs,
-)
+    adapter_names, check_start, base_of_adapter, check_loaded, check_whole, compare_outputs,
+)  # fmt: skip
 from .files import settings_in
 from .load import disable_dropout, find_model, load_or_explain, merged_weights, pretrained
 from .load import probe_ids, resize_embeddings, save_weights, staged, using_adapter
@@ -72,14 +67,9 @@ class ScalarHead(nn.Module):
     """
 
     def __init__(
-        self,
-        hidden_size: int,
-        kind: Literal["linear", "mlp"] = "linear",
-        hidden: int | None = None,
-        dropout: float = 0.0,
-        init: Literal["normal", "zero"] = "normal",
-        seed: int = 0,
-    ) -> None:
+        self, hidden_size: int, kind: Literal["linear", "mlp"] = "linear", hidden: int | None = None,
+        dropout: float = 0.0, init: Literal["normal", "zero"] = "normal", seed: int = 0,
+    ) -> None:  # fmt: skip
         super().__init__()
         check_choice("head", kind, ("linear", "mlp"), ModelError)
         if kind == "linear" and hidden is not None:
@@ -171,17 +161,10 @@ class ScalarModel(nn.Module):
 
     @classmethod
     def from_policy(
-        cls: type[_S],
-        model: Any,
-        *,
-        head: Literal["linear", "mlp"] = "linear",
-        hidden: int | None = None,
-        dropout: float = 0.0,
-        init: Literal["normal", "zero"] = "normal",
-        seed: int = 0,
-        copy_decoder: bool = True,
+        cls: type[_S], model: Any, *, head: Literal["linear", "mlp"] = "linear", hidden: int | None = None,
+        dropout: float = 0.0, init: Literal["normal", "zero"] = "normal", seed: int = 0, copy_decoder: bool = True,
         **options: Any,
-    ) -> _S:
+    ) -> _S:  # fmt: skip
         """A model of this kind on the decoder of a language model.
 
         Args:
@@ -500,8 +483,7 @@ def load_lora_state(module: nn.Module, adapter: str, state: dict[str, Tensor]) -
     wrong = sorted(set(own) ^ set(state)) or [k for k in own if own[k].shape != state[k].shape]
     if wrong:
         raise ModelError(
-            f"adapter {adapter!r} doesn't fit: {len(wrong)} of its {len(own)} tensors differ in name or shape, for "
-            f"example {wrong[0]}."
+            f"adapter {adapter!r} doesn't fit: {len(wrong)} of {len(own)} tensors differ, {wrong[0]} first."
         )
     with torch.no_grad():
         for k, p in own.items():
@@ -668,8 +650,8 @@ def load_scalar(
         if config.num_labels != 1:
             raise ModelError(
                 f"{where!r} is no reward or value model, whose score is one number: it is a "
-                f"{', '.join(config.architectures or ['model'])} with {config.num_labels} "
-                "labels. Name the folder that rlhf-nb reward wrote."
+                f"{', '.join(config.architectures or ['model'])} with {config.num_labels} labels. Name the folder that "
+                "rlhf-nb reward wrote."
             )
         decoder, head, constant = _load_parts(where, about, options)
         model = cls(decoder, head, **extra)

@@ -46,8 +46,7 @@ def cut_body(decoder: Any, layers: int) -> None:
     parts = body_parts(decoder)
     if parts is None:
         raise ConfigError(
-            f"{layers} layers are to stay, but {type(decoder).__name__} has no list of layers to cut: leave "
-            "body_layers and head_layers null."
+            f"{layers} layers are to stay, but {type(decoder).__name__} has no list of them: leave body_layers null."
         )
     if not 1 <= layers <= len(parts.layers):
         raise ConfigError(

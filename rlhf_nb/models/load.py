@@ -80,10 +80,7 @@ def ensure_pad(tokenizer: Any) -> str:
             tokenizer.pad_token = token
             return f"PAD is now {token!r} (id {tokenizer.pad_token_id}, already in the vocabulary): {why}."
     tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
-    return (
-        f"PAD is now '<|pad|>' (id {tokenizer.pad_token_id}, added: the model's embeddings must have "
-        f"{len(tokenizer)} rows): {why}."
-    )
+    return f"PAD is now '<|pad|>' (id {tokenizer.pad_token_id}, added: embeddings need {len(tokenizer)} rows): {why}."
 
 # %% ../../nbs/models/load.ipynb #7484867f
 def _generic_tokenizer(folder: Path) -> bool:
@@ -311,8 +308,7 @@ def check_loaded(model: Any, name: str, info: Mapping[str, Any]) -> None:
     if any(k.split(".")[0] in ("score", "classifier", "v_head", "value_head") for k in unexpected):
         raise ModelError(
             f"{name!r} holds a scoring head ({sorted(unexpected)[0]}) and was asked for as a {type(model).__name__}: "
-            "it is a reward or value model. "
-            "Load it with RewardModel.load or ValueModel.load, or name the policy's directory."
+            "load it with RewardModel.load or ValueModel.load, or name the policy's directory."
         )
     problems = [*sorted(info.get("missing_keys", ())), *(str(k) for k in info.get("mismatched_keys", ()))]
     if problems:
@@ -421,13 +417,9 @@ def _load_adapter_merged(where: str, cfg: ModelConfig, precision: Precision, dty
 
 
 def load_model(
-    name: str | Path = FIRST_WORLD.name,
-    *,
-    trainable: bool = True,
-    device: str = "auto",
-    precision: str = "auto",
+    name: str | Path = FIRST_WORLD.name, *, trainable: bool = True, device: str = "auto", precision: str = "auto",
     **options: Any,
-) -> tuple[Any, Any]:
+) -> tuple[Any, Any]:  # fmt: skip
     """A causal language model and its tokenizer, ready for a trainer: `model, tokenizer = load_model("folder or hub
     name")`.
 
@@ -595,8 +587,7 @@ def _merged_weight(layer: Any, adapter: str | None) -> Tensor:
     variant = layer.lora_variant.get(adapter) if isinstance(layer, LoraLayer) else None
     if not isinstance(layer, LoraLayer) or (variant is not None and not type(variant).__name__.startswith("Dora")):
         raise ModelError(
-            f"a {type(variant or layer).__name__} adapter can't be merged; only LoRA and DoRA can. Save the adapter "
-            "itself (merge=False)."
+            f"a {type(variant or layer).__name__} adapter can't be merged (LoRA and DoRA can): merge=False saves it."
         )
     if adapter not in layer.lora_A:
         return weight.detach()
@@ -678,14 +669,9 @@ def compare_outputs(saved: Tensor, model: Tensor, what: str, where: str | Path) 
 
 # %% ../../nbs/models/load.ipynb #e4eeab7e
 def save_model(
-    model: Any,
-    tokenizer: Any,
-    directory: str | Path,
-    *,
-    merge: bool = False,
-    adapter: str | None = None,
+    model: Any, tokenizer: Any, directory: str | Path, *, merge: bool = False, adapter: str | None = None,
     verify: bool = True,
-) -> Path:
+) -> Path:  # fmt: skip
     """Save a causal LM so that plain `from_pretrained` reads it; a LoRA model as an adapter that plain peft reads, or
     merged.
 

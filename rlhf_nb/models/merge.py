@@ -184,8 +184,7 @@ def check_fit(models: Sequence[ModelTensors]) -> list[str]:
             if _counts(key) and own.get(key) != theirs.get(key):
                 raise ModelError(
                     f"{_shown(first)} and {_shown(other)} are different models: {key} is {own.get(key)!r} in the first "
-                    f"and {theirs.get(key)!r} in the second. Only models "
-                    "that were fine-tuned from the same weights can be merged."
+                    f"and {theirs.get(key)!r} in the second. Only models of the same origin can be merged."
                 )
         for key in ("architectures", "max_position_embeddings"):
             if own.get(key) != theirs.get(key):
@@ -195,8 +194,7 @@ def check_fit(models: Sequence[ModelTensors]) -> list[str]:
                         "reward model don't mix."
                     )
                 notes.append(
-                    f"{key} is {own.get(key)} in {_shown(first)} and {theirs.get(key)} in {_shown(other)}; the first's "
-                    "is kept"
+                    f"{key} is {own.get(key)} in {_shown(first)}, kept, and {theirs.get(key)} in {_shown(other)}"
                 )
         lacking = sorted(set(first) ^ set(other))
         if lacking:
@@ -243,8 +241,7 @@ def _tokens_fit(
         said = [f"has the id {v[token]}" if token in v else "is none" for v in (words, theirs)]
         raise ModelError(
             f"{_shown(first)} and {_shown(other)} have different tokenizers: {token!r} {said[0]} in the first and "
-            f"{said[1]} in the second ({len(apart):,} tokens differ). "
-            "The same row of both embeddings would stand for different words."
+            f"{said[1]} in the second ({len(apart):,} tokens differ): rows of the embeddings stand for different words."
         )
     templates = {_template(m) for m in (first, other)} - {None}
     return ["the models have different chat templates; the first's is kept"] if len(templates) > 1 else []
@@ -331,8 +328,7 @@ def _check_target(target: Path, said: str | Path, models: Sequence[ModelTensors]
     """Raise ModelError where the result would be written over a model that is read."""
     if any(target.resolve() in (m.own.resolve(), m.folder.resolve()) for m in models):
         raise ModelError(
-            f"{str(said)!r} is one of the models that are merged, and would be overwritten while it is read: name "
-            "another folder."
+            f"{str(said)!r} is one of the models that are merged, and would be overwritten: name another folder."
         )
 
 

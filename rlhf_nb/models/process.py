@@ -14,13 +14,8 @@ from ..data.foreign import RefusedProgram, check_expression
 from ..data.steps import LINES, StepRule
 from .heads import ScalarHead, ScalarModel, shell_of
 from rlhf_nb.models.load import (
-    check_loaded,
-    compare_outputs,
-    disable_dropout,
-    find_model,
-    load_or_explain,
-    merged_weights,
-)
+    check_loaded, compare_outputs, disable_dropout, find_model, load_or_explain, merged_weights,
+)  # fmt: skip
 from .load import pretrained, probe_ids, save_weights, staged
 from ..scoring.scores import completion_values
 from ..scoring.trees import TOKEN_BUDGET
@@ -52,8 +47,7 @@ class ProcessModel(ScalarModel):
         super().__init__(decoder, head, adapter=adapter, lora_config=lora_config)
         if head.kind != "linear":
             raise ModelError(
-                "the head of a process reward model is linear, so that plain transformers can read it, not "
-                f"{head.kind!r}."
+                f"the head of a process reward model is linear, for plain transformers to read, not {head.kind!r}."
             )
         self.rule = rule.check()
 
@@ -104,8 +98,7 @@ def _layer_of(model: Any) -> tuple[str, nn.Linear]:
         if isinstance(layer, nn.Linear):
             return name, layer
     raise ModelError(
-        f"{type(model).__name__} has no linear layer that classifies tokens, so its judgement can't be told from its "
-        "states."
+        f"{type(model).__name__} has no linear layer that classifies tokens, whose judgement could be read."
     )
 
 # %% ../../nbs/models/process.ipynb #959fd752
@@ -158,11 +151,9 @@ def _verify(model: ProcessModel, folder: Path, shown: str | Path) -> None:
     with evaluating(model), evaluating(again), model.speaking():
         logits = again.to(ids.device)(input_ids=ids).logits
         compare_outputs(
-            logits[..., 1] - logits[..., 0],
-            model.number(model.decoder(input_ids=ids).last_hidden_state),
-            "process reward model",
-            shown,
-        )
+            logits[..., 1] - logits[..., 0], model.number(model.decoder(input_ids=ids).last_hidden_state),
+            "process reward model", shown,
+        )  # fmt: skip
 
 # %% ../../nbs/models/process.ipynb #65fd7304
 def _log_odds(layer: nn.Linear) -> tuple[ScalarHead, float]:
@@ -190,13 +181,9 @@ def _own_rule(where: str, rule: StepRule, trusted: bool) -> StepRule:
 
 
 def load_process(
-    name: str | Path,
-    *,
-    device: Any = "cpu",
-    trust_remote_code: bool = False,
-    rule: StepRule | None = None,
+    name: str | Path, *, device: Any = "cpu", trust_remote_code: bool = False, rule: StepRule | None = None,
     **options: Any,
-) -> ProcessModel:
+) -> ProcessModel:  # fmt: skip
     """Load a process reward model: one of ours, or any token classifier with one or two labels.
 
     Args:
@@ -221,16 +208,12 @@ def load_process(
         )
     if config.num_labels > 2:
         raise ModelError(
-            f"{where!r} has {config.num_labels} labels: a step is wrong or right, which takes two (the second is "
-            "right), or one."
+            f"{where!r} has {config.num_labels} labels: a step is wrong or right, which takes two (right last), or one."
         )
     how: dict[str, Any] = {
-        "dtype": torch.float32,
-        "attn_implementation": "sdpa",
-        **options,
-        "use_safetensors": True,
+        "dtype": torch.float32, "attn_implementation": "sdpa", **options, "use_safetensors": True,
         "output_loading_info": True,
-    }
+    }  # fmt: skip
     found, info = pretrained(AutoModelForTokenClassification, where, trust_remote_code=trust_remote_code, **how)
     check_loaded(found, where, {**info, "unexpected_keys": ()})
     head, bias = _log_odds(_layer_of(found)[1])

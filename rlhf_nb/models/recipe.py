@@ -71,13 +71,11 @@ class Recipe(StrictConfig):
             )
         if self.method not in NEEDS_BASE and self.base is not None:
             raise ConfigError(
-                f"{self.method} has no base: leave it out, put it among the models, or choose one of "
-                f"{', '.join(NEEDS_BASE)}."
+                f"{self.method} has no base: leave it out, put it among the models, or take {' or '.join(NEEDS_BASE)}."
             )
         if self.method == "slerp" and len(self.models) != 2:
             raise ConfigError(
-                f"slerp walks from one model to a second, and {len(self.models)} are named. linear takes any number, "
-                "warp too."
+                f"slerp walks from one model to a second, and {len(self.models)} are named. linear and warp take more."
             )
         if self.method == "warp" and any(p.weight <= 0 for p in self.models):
             raise ConfigError(

@@ -84,13 +84,9 @@ def reference_sums(
 
 # %% ../../nbs/models/reference.ipynb #8898b447
 def cached_sums(
-    reference: Reference,
-    pairs: TokenPairs,
-    folder: str | Path,
-    *,
-    token_budget: int = TOKEN_BUDGET,
+    reference: Reference, pairs: TokenPairs, folder: str | Path, *, token_budget: int = TOKEN_BUDGET,
     masks: LossMasks | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """[N] sums of the reference's log-probs over completions, from the cache where it has them.
 
     Args:

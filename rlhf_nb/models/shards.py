@@ -118,8 +118,7 @@ def _merged_by_peft(place: str, folder: Path, own: Path, config: Any) -> dict[st
     strange = sorted(keys - get_peft_model_state_dict(model).keys())
     if strange:
         raise ModelError(
-            f"the adapter {place!r} changes {strange[0]}, and its model {str(folder)!r} has no such weight: it belongs "
-            "to another model."
+            f"the adapter {place!r} changes {strange[0]}, which {str(folder)!r} lacks: it belongs to another model."
         )
     state: dict[str, Tensor] = model.merge_and_unload().state_dict()
     return state
@@ -140,8 +139,7 @@ def _place_of(place: str) -> tuple[Path | None, Path, Path]:
         raise ModelError(f"{place!r} is neither a directory here nor a model that was fetched. {hint}")
     if kind == "gguf":
         raise ModelError(
-            f"{place!r} is a GGUF file, whose weights are rounded; weights are read from safetensors. Fetch the "
-            "original model."
+            f"{place!r} is a GGUF file, whose weights are rounded: fetch the original model, with safetensors."
         )
     own = Path(where).expanduser()
     if kind != "adapter":
@@ -178,8 +176,7 @@ def _files(folder: Path) -> list[Path]:
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
         raise ModelError(
-            f"{str(folder)!r} has no model*.safetensors; it holds: "
-            f"{', '.join(sorted(p.name for p in folder.iterdir())[:8])}."
+            f"{str(folder)!r} has no model*.safetensors, but {', '.join(sorted(p.name for p in folder.iterdir())[:8])}."
         )
     return files
 
@@ -253,9 +250,8 @@ def _tied_heads(place: str, config: Any, table: Mapping[str, TensorEntry]) -> se
     for head in heads:
         if not any(torch.equal(read_tensor(head, table[head]), read_tensor(e, table[e])) for e in ends):
             raise ModelError(
-                f"the configuration of {place!r} says that both ends share one weight (tie_word_embeddings), "
-                f"and its files hold {head} with other numbers: "
-                "it can't be told which are meant. Save the model again as it was loaded."
+                f"the configuration of {place!r} says that both ends share one weight (tie_word_embeddings), and its "
+                f"files hold {head} with other numbers: which are meant? Save the model again as it was loaded."
             )
     return set(heads)
 
@@ -317,8 +313,7 @@ def write_shards(
                 made = tensor(name)
                 if (made.dtype, tuple(made.shape)) != table[name]:
                     raise ModelError(
-                        f"{name} came as {made.dtype} {list(made.shape)} and was announced as {table[name][0]} "
-                        f"{list(table[name][1])}."
+                        f"{name} came as {made.dtype} {list(made.shape)}, not as {table[name]}, as announced."
                     )
                 if (
                     made.is_floating_point()

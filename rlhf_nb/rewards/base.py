@@ -362,9 +362,8 @@ def check_reader(model: Any, tokenizer: Any) -> None:
         if end != tokenizer.eos_token:
             warnings.warn(
                 f"the reward model {model.home!r} wasn't made by this package. Here a score is read at the "
-                f"{tokenizer.eos_token!r} that ends an answer; its template ends an "
-                f"answer by {end!r}, and trainers that use the template's text (transformers, TRL) read it at the "
-                f"last of that: other numbers. {as_text}.",
+                f"{tokenizer.eos_token!r} that ends an answer; its template ends one by {end!r}, and trainers that "
+                f"use its text (transformers, TRL) read it at the last of that: other numbers. {as_text}.",
                 stacklevel=3,
             )
 
@@ -401,11 +400,8 @@ class Rewards:
                     "RewardModelFn or Ensemble."
                 )
         lists: dict[str, Sequence[Any] | None] = {
-            "weights": weights,
-            "names": names,
-            "timeouts": timeouts,
-            "retries": retries,
-        }
+            "weights": weights, "names": names, "timeouts": timeouts, "retries": retries,
+        }  # fmt: skip
         for what, given in lists.items():
             if given is not None and len(given) != len(self.fns):
                 raise ConfigError(f"{len(given)} {what} for {len(self.fns)} reward functions: one each is needed.")

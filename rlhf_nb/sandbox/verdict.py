@@ -128,8 +128,7 @@ def _unclear_import(n: ast.AST) -> str | None:
         return None
     if isinstance(n, ast.ImportFrom) and n.module in ("solution", "__main__") and n.names[0].name == "*":
         return (
-            f"`from {n.module} import *` would let the program replace any name of the test; import what is tested "
-            "by name"
+            f"`from {n.module} import *` would let the program replace names of the test; import what is tested by name"
         )
     if "mock" in ast.unparse(n).replace(".", " ").split():
         return "it replaces parts of the program (mock), which runs elsewhere"
@@ -145,10 +144,7 @@ def _unclear_comparison(n: ast.AST, asked: set[str]) -> str | None:
         return None
     heads = [s.func if isinstance(s, ast.Call) else s.value if isinstance(s, ast.Attribute) else None for s in theirs]
     if any(isinstance(h, ast.Name) and h.id in asked and h.id[0].isupper() for h in heads):
-        return (
-            f"it compares objects of the program's own class (`{ast.unparse(n)}`), so the program decides; compare "
-            "their attributes"
-        )
+        return f"it compares objects of the program's own class (`{ast.unparse(n)}`); compare their attributes"
     bare = [s.id for s in theirs if isinstance(s, ast.Name) and s.id in asked]
     return f"it compares with `{bare[0]}`, which only the program could define (`{ast.unparse(n)}`)" if bare else None
 
@@ -159,8 +155,7 @@ def _unclear_call(n: ast.AST, asked: set[str], functions: set[str]) -> str | Non
         for given in (*n.args, *(k.value for k in n.keywords)):
             if isinstance(given, ast.Lambda) or (isinstance(given, ast.Name) and given.id in functions):
                 return (
-                    f"it hands a function or class to the program (`{ast.unparse(n)}`); only plain values can be "
-                    "handed over"
+                    f"it hands a function or class to the program (`{ast.unparse(n)}`), which takes plain values only"
                 )
     outer = n.value if isinstance(n, ast.Expr) else n.test if isinstance(n, ast.Assert) else None
     if outer is not None and outer in _calls(outer, asked):
@@ -239,8 +234,7 @@ def _translated(tests: tuple[str, ...], setup: str, entry_point: str) -> tuple[t
         called = {c.func.id for tree, _, _ in prepared for c in _calls(tree, here)}  # type: ignore[attr-defined]
         if len(called) > 1:
             raise ValueError(
-                f"the tests call only functions of Python's own ({', '.join(sorted(called))}): name the program's as "
-                "`entry_point`"
+                f"the tests call only Python's own functions ({', '.join(sorted(called))}): name yours as `entry_point`"
             )
         asked = called
     questions = []
