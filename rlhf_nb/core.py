@@ -50,11 +50,8 @@ class GPU(NamedTuple):
 
 def probe_gpu(device: torch.device) -> GPU:
     """Ask CUDA about a device: its name, its compute capability, and whether bf16 is native."""
-    return GPU(
-        torch.cuda.get_device_name(device),
-        torch.cuda.get_device_capability(device),
-        torch.cuda.is_bf16_supported(including_emulation=False),
-    )
+    native = torch.cuda.is_bf16_supported(including_emulation=False)
+    return GPU(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device), native)
 
 
 @cache
@@ -112,10 +109,7 @@ def _cuda_choice(gpu: GPU, want: str) -> tuple[str, str]:
     if native:
         return "bf16", f"bf16 on {what}: native, and with the range of fp32, so no loss scaling"
     if major >= 7:
-        return (
-            "fp16",
-            f"fp16 with loss scaling on {what}: tensor cores for fp16, none for bf16 (torch would emulate it)",
-        )
+        return "fp16", f"fp16 with loss scaling on {what}: tensor cores for it, none for bf16 (torch would emulate it)"
     return "fp32", f"fp32 on {what}: no tensor cores, half precision would gain nothing"
 
 
@@ -139,13 +133,8 @@ def _other_choice(kind: str, want: str, ratio: float = 0.0) -> tuple[str, str]:
     if want != "auto":
         return want, f"{want} on {where}, as asked"
     if kind == "cpu" and ratio >= BF16_PAYS:
-        return (
-            "bf16",
-            (
-                f"bf16 products on the CPU, {ratio:.1f} times as fast here as in fp32; weights and sums stay in fp32 "
-                "(precision=fp32 for all)"
-            ),
-        )
+        fast = f"bf16 products on the CPU, {ratio:.1f} times as fast here as in fp32"
+        return "bf16", f"{fast}; weights and sums stay in fp32 (precision=fp32 for all)"
     if kind == "cpu":
         return "fp32", "fp32 on the CPU: the format every CPU computes at full speed, and repeats bit for bit"
     return "fp32", f"fp32 on {kind}: its half-precision training is not dependable"

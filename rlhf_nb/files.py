@@ -22,14 +22,8 @@ class FileRefused(RlhfError, OSError):
     """A name in a folder is no regular file, leads out of the folder, or holds more than is read."""
 
 
-_KINDS = {
-    stat.S_IFDIR: "a directory",
-    stat.S_IFIFO: "a named pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFLNK: "a link to itself",
-}
+_KINDS = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
+_KINDS |= {stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFLNK: "a link to itself"}
 
 
 def _look(path: Path, about: os.stat_result, limit: int | None) -> None:

@@ -59,19 +59,7 @@ class Capability(NamedTuple):
         return f"{self.suite}: {self.verdict}, {found}"
 
 
-_SAME = (
-    "seed",
-    "system",
-    "raw",
-    "greedy",
-    "max_new_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "judge",
-    "rules",
-)
+_SAME = "seed system raw greedy max_new_tokens temperature top_k top_p min_p judge rules".split()
 
 
 def _paired(gap: Any, level: float) -> Estimate:

@@ -94,23 +94,17 @@ class Results(StrictConfig):
         """
         path = Path(path) / "results.json" if Path(path).is_dir() else Path(path)
         if not path.is_file():
-            unfinished = (path.parent / "answers.jsonl").exists()
-            more = (
-                "the evaluation there isn't finished: type its command again."
-                if unfinished
-                else "evaluate first: `rlhf-nb eval MODEL --suite NAME`, or `rlhf-nb compare A B --suite NAME`."
-            )
+            more = "evaluate first: `rlhf-nb eval MODEL --suite NAME`, or `rlhf-nb compare A B --suite NAME`."
+            if (path.parent / "answers.jsonl").exists():
+                more = "the evaluation there isn't finished: type its command again."
             raise DataError(f"there is no {path}; {more}")
         try:
             value = json_value(path.read_bytes())
         except Unreadable as e:
             raise DataError(f"{path}: {e}.") from e
         if not isinstance(value, dict) or value.get("format") != "rlhf-nb/eval" or value.get("version") != 1:
-            found = (
-                f"{value.get('format')!r}, version {value.get('version')!r}"
-                if isinstance(value, dict)
-                else "something else"
-            )
+            kind = isinstance(value, dict)
+            found = f"{value.get('format')!r}, version {value.get('version')!r}" if kind else "something else"
             raise DataError(f"{path} holds {found}; results of format rlhf-nb/eval, version 1, are read.")
         return cls.model_validate(value)
 

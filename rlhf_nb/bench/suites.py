@@ -254,9 +254,8 @@ def judge_rule(judge: Judge) -> ScoringRule:
         criteria = criteria_of([(rows[i], turn) for i, turn in places])
         more = () if criteria is None else (criteria,)
         out: list[Scores] = [{} for _ in rows]
-        for (i, turn), value in zip(
-            places, judge.rate(prompts, [answers[i][t] for i, t in places], *more), strict=True
-        ):
+        ratings = judge.rate(prompts, [answers[i][t] for i, t in places], *more)
+        for (i, turn), value in zip(places, ratings, strict=True):
             out[i][f"turn_{turn + 1}"] = value
         for scores in out:
             known = [v for v in scores.values() if v is not None]

@@ -88,9 +88,8 @@ def manner_of(
     """
     chat = bool(getattr(tokenizer, "chat_template", None)) and not raw
     if greedy and (temperature is not None or top_p is not None or n > 1):
-        other = (
-            "a temperature" if temperature is not None else "top_p" if top_p is not None else f"{n} answers to a prompt"
-        )
+        named = {"a temperature": temperature, "top_p": top_p, f"{n} answers to a prompt": n}
+        other = next(name for name, value in named.items() if value is not None)
         raise ConfigError(
             f"--greedy and {other} contradict each other: the likeliest answer is one. Leave one of the two out."
         )
@@ -98,11 +97,7 @@ def manner_of(
     said = {k: v for k, v in (("temperature", temperature), ("top_p", top_p)) if v is not None}
     longest = max_new_tokens or says.get("max_new_tokens") or (256 if chat else 64)
     listed = says.get("eos_token_id")
-    eos = (
-        [*(listed if isinstance(listed, list) else [] if listed is None else [listed]), tokenizer.eos_token_id]
-        if chat
-        else []
-    )
+    eos = [*(listed if isinstance(listed, list) else [listed]), tokenizer.eos_token_id] if chat else []
     likeliest = greedy or (chat and not said and not own and n == 1)
     unused = {k: says[k] for k, off in _OTHERS.items() if chat and says.get(k) not in (None, off)}
     drawn = {k: v for k, v in (own | said).items() if k != "temperature" or v > 0}
@@ -296,14 +291,8 @@ def _obey(partners: Sequence[Partner], line: str) -> bool:
     if word in ("/reset", "/system"):
         for p in partners:
             p.reset(rest.strip() or (p.system if word == "/reset" else None))
-        tell(
-            "(forgotten what was said)"
-            if word == "/reset"
-            else "(a new beginning, with these instructions)"
-            if rest.strip()
-            else "(a new beginning)",
-            err=False,
-        )
+        begun = "(a new beginning, with these instructions)" if rest.strip() else "(a new beginning)"
+        tell("(forgotten what was said)" if word == "/reset" else begun, err=False)
     elif word == "/help":
         tell(HELP, err=False)
     else:

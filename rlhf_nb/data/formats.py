@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import math
 import re
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,8 +17,8 @@ from typing import Any
 from ..core import DataError, check_choice, suggest
 from ..errors import listed
 from rlhf_nb.data.shapes import (
-    PLAIN, SPEAKERS, SYSTEM, NothingToCompare, Reading, Shape, gather, instructions, note_shape, read_as, recognise,
-    shapes_of,
+    COLUMNS, PLAIN, SPEAKERS, SYSTEM, NothingToCompare, Reading, Shape, columns_used, gather, instructions,
+    note_shape, read_as, recognise, shapes_of,
 )  # fmt: skip
 from ..untrusted import MAX_LINE, json_value, mend
 
@@ -29,22 +30,22 @@ Row = dict[str, Any]  # one line of a dataset
 class DataWarning(UserWarning):
     """Rows were cut, dropped or repaired: how many of how many, why, and what can be done."""
 
+
+def warn_rows(message: str, kind: type[UserWarning] = DataWarning) -> None:
+    """A counted warning (or a note) about rows, shown at the line that asked this room for them."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("rlhf_nb.data."):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, kind, stacklevel=level)
+
 # %% auto #0
-__all__ = ['Message', 'Text', 'Row', 'COLUMNS', 'OPTIONAL', 'SFT_FORMATS', 'PROMPTED', 'USUAL', 'ROLES', 'HUMAN', 'ASSISTANT',
-           'DataWarning', 'format_table', 'detect_format', 'renamed', 'check_messages', 'without_none',
-           'hermes_as_calls', 'thoughts_of', 'with_thoughts', 'check_text', 'prompt_text', 'is_hh', 'parse_hh',
-           'extract_prompt', 'to_format', 'format_of', 'whole_rows', 'to_rows']
+__all__ = ['Message', 'Text', 'Row', 'OPTIONAL', 'SFT_FORMATS', 'PROMPTED', 'USUAL', 'ROLES', 'HUMAN', 'ASSISTANT', 'DataWarning',
+           'warn_rows', 'format_table', 'detect_format', 'renamed', 'check_messages', 'without_none', 'hermes_as_calls',
+           'thoughts_of', 'with_thoughts', 'check_text', 'prompt_text', 'is_hh', 'parse_hh', 'extract_prompt',
+           'to_format', 'format_of', 'whole_rows', 'to_rows', 'COLUMNS']
 
 # %% ../../nbs/data/formats.ipynb #e9212480
-COLUMNS: dict[str, tuple[str, ...]] = {  # most specific first
-    "preference": ("chosen", "rejected"),
-    "stepwise": ("prompt", "completions", "labels"),
-    "unpaired": ("prompt", "completion", "label"),
-    "prompt_completion": ("prompt", "completion"),
-    "messages": ("messages",),
-    "text": ("text",),
-    "prompt": ("prompt",),
-}
+_all_ = ["COLUMNS"]
 OPTIONAL: dict[str, tuple[str, ...]] = {"preference": ("prompt", "margin")}
 SFT_FORMATS = ("text", "messages", "prompt_completion", "preference")  # what a demonstration can be read from
 PROMPTED = ("preference", "prompt_completion", "prompt", "messages", "text")  # ... and a prompt
@@ -98,11 +99,9 @@ def _no_format(columns: Iterable[str] | Mapping[str, Any], allowed: Sequence[str
     found: dict[str, str] = {}
     hint = ""
     for c in there:
-        near, misspelt = (
-            _guess(c, [n for n in names if n not in there and n not in found.values()])
-            if c not in names
-            else (None, False)
-        )
+        if c in names:
+            continue
+        near, misspelt = _guess(c, [n for n in names if n not in there and n not in found.values()])
         if near:
             found[c] = near
             hint += f" Did you mean {near!r} by {c!r}?" if misspelt else ""
@@ -175,10 +174,8 @@ def renamed(rows: Iterable[Row], names: Mapping[str, str | None]) -> Iterator[Ro
             if colon and left in row:
                 hint = f" A blank belongs behind the colon: 'data.columns={{{left}: {right}}}'."
             raise DataError(f"row 0 has no column {missing!r} to rename; its columns are {listed(row)}.{hint}")
-        taken = next(
-            (new for old, new in names.items() if old in row and new in row and new not in names and new != old), None
-        )
-        if taken is not None:
+        blocked = (new for old, new in names.items() if old in row and new in row and new not in {*names, old})
+        if (taken := next(blocked, None)) is not None:
             raise DataError(
                 f"row {i} has a column {taken!r} already; data.columns={{{taken}: null, ...}} drops it and makes room."
             )
@@ -216,11 +213,8 @@ def check_messages(messages: Any, where: str = "messages") -> list[Message]:
             raise DataError(f"{where}[{i}] has the role {m['role']!r:.40}; known roles are {', '.join(ROLES)}.")
         if not isinstance(m.get("content") or "", str):
             _texts(m["content"], f"{where}[{i}].content")
-    return (
-        messages
-        if all(None not in m.values() and not m.get("tool_calls") and isinstance(m["content"], str) for m in messages)
-        else list(map(_called, messages))
-    )
+    plain = (None not in m.values() and not m.get("tool_calls") and isinstance(m["content"], str) for m in messages)
+    return messages if all(plain) else list(map(_called, messages))
 
 
 def _texts(content: Any, where: str) -> str:
@@ -360,9 +354,8 @@ _NAMES = {"Human": "user", "Assistant": "assistant"}
 def is_hh(value: Any) -> bool:
     """Whether a value is a dialogue in the notation of HH-RLHF (the blank line before the first turn may be
     missing)."""
-    return isinstance(value, str) and (
-        value.startswith(HUMAN) or (value.lstrip().startswith("Human:") and ASSISTANT in value)
-    )
+    begins = isinstance(value, str) and value.lstrip().startswith("Human:")
+    return begins and (value.startswith(HUMAN) or ASSISTANT in value)
 
 
 def parse_hh(text: str) -> list[Message]:
@@ -535,7 +528,7 @@ def _stepwise(row: Row, where: str) -> Row:
     if not isinstance(steps, list) or not isinstance(labels, list) or len(steps) != len(labels) or not steps:
         sizes = [len(x) if isinstance(x, list) else type(x).__name__ for x in (steps, labels)]
         raise DataError(
-            f"{where}: completions and labels must be lists, a label for each step; they are {sizes[0]} and {sizes[1]}."
+            f"{where}: completions and labels must be lists, one label for each step, not {sizes[0]} and {sizes[1]}."
         )
     return {
         "prompt": _prompt(row["prompt"], f"{where}, prompt"),
@@ -588,9 +581,8 @@ def _normal(row: Row, fmt: str, where: str) -> Row:
         return _stepwise(row, where)
     if fmt == "messages":
         talk = row["messages"]
-        return {"messages": parse_hh(talk) if is_hh(talk) else check_messages(talk, f"{where}, messages")} | _tools(
-            row, where
-        )
+        talk = parse_hh(talk) if is_hh(talk) else check_messages(talk, f"{where}, messages")
+        return {"messages": talk, **_tools(row, where)}
     if fmt == "text":
         text = _turns(row["text"], f"{where}, text")
         return {"text": text} if isinstance(text, str) else {"messages": text}
@@ -644,6 +636,12 @@ def _checked(row: Row, fmt: str, where: str, shape: Shape | None, given: Row) ->
         raise DataError(said) from e
 
 
+def _native(there: set[str], formats: Iterable[str]) -> dict[str, set[str]]:
+    """The formats whose columns are all there, each with those of its columns that are."""
+    fit = [f for f in formats if there.issuperset(COLUMNS.get(f, ("",)))]
+    return {f: {*COLUMNS[f], *(there & {*OPTIONAL.get(f, ())})} for f in fit}
+
+
 _SEEN = ("image", "images", "video", "videos", "audio", "audios")
 
 
@@ -659,17 +657,12 @@ def _read(row: Row, to: str | None, where: str, reading: Reading) -> tuple[Row, 
         )
     allowed = SFT_FORMATS if to == "sft" else PROMPTED if to == "prompt" else tuple(COLUMNS) if to is None else (to,)
     there, given = set(_present(row)), row
-    native = {
-        f: {*COLUMNS[f], *(there & {*OPTIONAL.get(f, ())})} for f in allowed if there.issuperset(COLUMNS.get(f, ("",)))
-    }
-    shape = recognise(row, to, native, where, reading)
+    shape = recognise(row, to, _native(there, allowed), where, reading)
     if shape is not None:
         row = read_as(shape, row, to, where, reading)
     elif reading.shape is not None:
         allowed = tuple(f for f in allowed if f == reading.shape) or allowed
-        rivals = {
-            n for s in shapes_of(row, to) for terms in (s.columns(row) or {}).values() for names in terms for n in names
-        }
+        rivals = {n for s in shapes_of(row, to) for n in columns_used(s, row)}
         row = row if to == "prompt" else {k: v for k, v in row.items() if k not in rivals or k in COLUMNS[allowed[0]]}
     fmt = detect_format(row, allowed, where)
     found = _checked(row, fmt, where, shape, given)
@@ -683,9 +676,8 @@ def _read(row: Row, to: str | None, where: str, reading: Reading) -> tuple[Row, 
     beside = to == "prompt" and row.get("prompt") is not None  # a reference answer stays beside its prompt
     used = {*found} if beside else {*COLUMNS[fmt], *OPTIONAL.get(fmt, ()), *found}
     used |= {*SYSTEM, "tools"} if "messages" in found or isinstance(found.get("prompt"), list) else set()
-    void = (
-        {c for f in COLUMNS.values() for c in f} if to != "prompt" else set()
-    )  # None there: the row is of another format
+    # None in a column of a format: the row is of another one
+    void = {c for f in COLUMNS.values() for c in f} if to != "prompt" else set()
     more = {k: v for k, v in row.items() if k not in used and (v is not None or k not in void)}
     return {**found, **more}, shape
 
@@ -693,8 +685,7 @@ def _read(row: Row, to: str | None, where: str, reading: Reading) -> tuple[Row, 
 def format_of(row: Row, reading: Reading = PLAIN) -> str:
     """The format that a row is in, or that its shape makes; see `to_format` for arguments and errors."""
     there = set(_present(row))
-    native = {f: {*COLUMNS[f], *(there & {*OPTIONAL.get(f, ())})} for f in COLUMNS if there.issuperset(COLUMNS[f])}
-    shape = recognise(row, None, native, "row 0", reading)
+    shape = recognise(row, None, _native(there, COLUMNS), "row 0", reading)
     found = detect_format(row, None, "row 0") if shape is None else shape.gives
     turns = row["messages"] if found == "messages" and shape is None else None
     asks = isinstance(turns, list) and {m.get("role") for m in turns if isinstance(m, Mapping)} <= {"system", "user"}
@@ -713,11 +704,9 @@ def whole_rows(rows: Iterable[Row]) -> Iterator[Row]:
             yield whole
     finally:
         if count:
-            warnings.warn(
+            warn_rows(
                 f"{count} row{'s hold' if count > 1 else ' holds'} half of a character (a lone surrogate: an emoji "
-                f"that was cut in two), the first is row {first}; each half is replaced by U+FFFD.",
-                DataWarning,
-                stacklevel=2,
+                f"that was cut in two), the first is row {first}; each half is replaced by U+FFFD."
             )
 
 
@@ -755,12 +744,10 @@ def to_rows(rows: Iterable[Row], to: str | None = None, reading: Reading = PLAIN
             raise DataError(f"All {left.total()} rows are left out. {why}")
     finally:
         for reason, n in left.items():
-            warnings.warn(f"{n} of {n + kept} rows {reason} and are left out. {why}", DataWarning, stacklevel=2)
+            warn_rows(f"{n} of {n + kept} rows {reason} and are left out. {why}")
         if begun:
-            warnings.warn(
-                f"{begun} of {kept} conversations begin with an answer; they are read from their first question on.",
-                DataWarning,
-                stacklevel=2,
+            warn_rows(
+                f"{begun} of {kept} conversations begin with an answer, and are read from their first question on."
             )
 
 
@@ -773,9 +760,6 @@ def _begins_with_answer(row: Row) -> bool:
 
 def _disliked(row: Any) -> bool:
     """Whether a row is an answer with a thumb down."""
-    answer = (
-        isinstance(row, Mapping)
-        and row.get("prompt") is not None
-        and (row.get("completion") or row.get("response")) is not None
-    )
-    return answer and str(row.get("label")).strip().lower() in ("0", "false", "0.0")
+    if not isinstance(row, Mapping) or row.get("prompt") is None or not (row.get("completion") or row.get("response")):
+        return False
+    return str(row.get("label")).strip().lower() in ("0", "false", "0.0")

@@ -9,19 +9,18 @@ import importlib
 import os
 import re
 import sys
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ..core import DataError
-from .formats import DataWarning, Row
+from .formats import Row, warn_rows
 from ..strict import table_of
 
 # %% auto #0
 __all__ = ['HUB_WORDS', 'endpoint', 'offline', 'kinds_of', 'status_of', 'refusal', 'explained', 'go_on', 'sha256_of',
-           'files_digest', 'open_hub']
+           'files_digest', 'quiet_datasets', 'open_hub']
 
 # %% ../../nbs/data/hub.ipynb #8614f706
 def endpoint() -> str:
@@ -155,11 +154,7 @@ def _builder(name: str, subset: str | None, revision: str | None) -> Any:
         raise DataError(f"{e} {why[:1].upper()}{why[1:]}") from trouble
     if not offline():
         commit = Path(builder.cache_dir).name[:7]
-        warnings.warn(
-            f"the hub can't be had for {name}: its copy in the cache is read (commit {commit}).",
-            DataWarning,
-            stacklevel=3,
-        )
+        warn_rows(f"the hub can't be had for {name}: its copy in the cache is read (commit {commit}).")
     return builder
 
 # %% ../../nbs/data/hub.ipynb #9009f2fe
@@ -287,7 +282,7 @@ def _fetch_large(builder: Any, name: str) -> None:
 
 # %% ../../nbs/data/hub.ipynb #0d3e26f6
 @contextmanager
-def _quietly() -> Iterator[None]:
+def quiet_datasets() -> Iterator[None]:
     """Without the bars and log lines of the libraries."""
     import datasets
 
@@ -319,7 +314,7 @@ def open_hub(
     """
     name, _, said = name.partition("@")
     revision = revision or said or None
-    with _quietly():
+    with quiet_datasets():
         try:
             builder = _builder(name, subset, revision)
             if streaming:

@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from ..core import ConfigError, DataError
-from .formats import DataWarning, Row, to_rows
+from .formats import Row, to_rows, warn_rows
 from .sources import truncate
 from .templates import encode_continuations, encode_pairs, is_blank, pairs_as_chat
 
@@ -225,14 +224,10 @@ def tokenize_steps(
 def _warn_of(rows: Sequence[Row], lost: Counter[str], total: int, tok: Any, rule: StepRule) -> None:
     """Say what was lost, and where the rule would find other steps than the rows have."""
     for why, n in lost.items():
-        warnings.warn(f"{n} of {total} rows have {why} and are left out.", DataWarning, stacklevel=3)
+        warn_rows(f"{n} of {total} rows have {why} and are left out.")
     cut = sum(r["lengths"][1] > len(r["completion_ids"]) for r in rows)
     if cut > 0.05 * total:
-        warnings.warn(
-            f"{cut} of {total} answers are longer than data.max_length, and the labels of their last steps are lost.",
-            DataWarning,
-            stacklevel=3,
-        )
+        warn_rows(f"{cut} of {total} answers are longer than data.max_length: the labels of their last steps are lost.")
     some = rows[:256]
     other = 0
     for r in some:
@@ -240,15 +235,10 @@ def _warn_of(rows: Sequence[Row], lost: Counter[str], total: int, tok: Any, rule
             ends = step_ends(tok, r["completion_ids"], rule)
             other += not set(r["step_ends"]) >= set(ends) - {ends[-1]} or len(ends) < len(r["step_ends"])
     if other:
-        how = (
-            f"boundary.pattern={rule.pattern!r}"
-            if rule.pattern
-            else f"boundary.token={rule.token!r}"
-            if rule.token
-            else f"boundary.separator={rule.separator!r}"
-        )
-        warnings.warn(
+        said = {"pattern": rule.pattern, "token": rule.token, "separator": rule.separator}
+        how = next(f"boundary.{k}={v!r}" for k, v in said.items() if v)
+        warn_rows(
             f"in {other} of {len(some)} rows {how} ends steps elsewhere than the rows do, so in answers of a policy "
             "the model will be asked at places that it never learnt: set boundary.pattern to what ends a step in these "
-            "rows.", DataWarning, stacklevel=3,
-        )  # fmt: skip
+            "rows."
+        )

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import resources
 from itertools import chain
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple, cast
 
 from ..core import ConfigError, DataError, did_you_mean
 from .foreign import RefusedProgram, render_chats
-from .formats import ASSISTANT, HUMAN, Message, Text, hermes_as_calls, thoughts_of, with_thoughts
+from .formats import ASSISTANT, HUMAN, Message, Text, hermes_as_calls, thoughts_of, warn_rows, with_thoughts
 from .shapes import DataNote
 
 # %% auto #0
@@ -284,11 +283,10 @@ def _answer(tok: Any, messages: list[Message], tools: Any, opened: str, closed: 
             "data.thoughts=drop goes without them."
         )
     if before and closed.startswith(before) and words.strip() in closed[len(before) :]:
-        warnings.warn(
+        warn_rows(
             f"the chat template asks for an answer with {opened[-24:]!r}, but writes none of that in front of answers "
             "without thoughts: they are learnt as it writes them, and sampling begins otherwise.",
             DataNote,
-            stacklevel=2,
         )
         return before, closed[len(before) :]
     other = _other(tok, messages, tools)

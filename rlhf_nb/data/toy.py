@@ -123,13 +123,8 @@ def _groups() -> Iterator[tuple[tuple[str, ...], tuple[int, ...]]]:
 @lru_cache(maxsize=1)
 def all_questions() -> dict[str, Question]:
     """Every question there is, by its text."""
-    found = [
-        Question(ask.format(many=a), kind, (a,), (1,))
-        for kind in QUESTION_KINDS
-        for a in ANIMALS
-        for ask in ASK[kind]
-        if kind != "sum"
-    ]
+    single = [(ask, kind, a) for kind in QUESTION_KINDS for a in ANIMALS for ask in ASK[kind] if kind != "sum"]
+    found = [Question(ask.format(many=a), kind, (a,), (1,)) for ask, kind, a in single]
     found += [Question(ask.format(group=group_words(a, n)), "sum", a, n) for a, n in _groups() for ask in ASK["sum"]]
     return {q.text: q for q in found}
 
@@ -357,16 +352,10 @@ def gold_parts(prompt: str, answer: str, prices: Prices = PRICES) -> dict[str, f
     facts = prices.fact * min(r.asked, 2) if kind == "about" else prices.answered * min(r.asked, 1)
     facts += prices.wrong * r.wrong + (0.0 if r.asked else prices.silent)
     too_many = max(r.asked - 1, 0) if kind == "one" else 0
-    return {
-        "facts": facts,
-        "relevance": prices.extra * r.extra + prices.stray * r.stray + prices.only_one * too_many,
-        "courtesy": prices.courtesy * min(r.courtesy, 1)
-        + prices.gushing * max(r.courtesy - 2, 0)
-        + prices.rude * r.rude,
-        "brevity": prices.repeat * r.repeat
-        + prices.unreadable * r.unreadable
-        + prices.long_word * max(r.words - 20, 0),
-    }
+    relevance = prices.extra * r.extra + prices.stray * r.stray + prices.only_one * too_many
+    courtesy = prices.courtesy * min(r.courtesy, 1) + prices.gushing * max(r.courtesy - 2, 0) + prices.rude * r.rude
+    brevity = prices.repeat * r.repeat + prices.unreadable * r.unreadable + prices.long_word * max(r.words - 20, 0)
+    return {"facts": facts, "relevance": relevance, "courtesy": courtesy, "brevity": brevity}
 
 
 def gold_reward(prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> list[float]:

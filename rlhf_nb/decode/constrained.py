@@ -253,10 +253,10 @@ class Constrained(Decoder):
         begin, bare, sampling, rows = time.perf_counter(), unwrapped(model), request.sampling, len(request.prompts)
         ends = request.ends(bare)
         if sampling.min_new_tokens or not ends:
-            what = (
-                f"min_new_tokens={sampling.min_new_tokens} forbids" if ends else "an empty list of EOS tokens forbids"
+            what = f"min_new_tokens={sampling.min_new_tokens}" if ends else "an empty list of EOS tokens"
+            raise ConfigError(
+                f"{self.name}: the form says where an answer ends, and {what} forbids that. Leave it out."
             )
-            raise ConfigError(f"{self.name}: the form says where an answer ends, and {what} that. Leave it out.")
         check_request(bare, request.prompts, sampling, request.num_samples)
         weight = bare.get_input_embeddings().weight  # type: ignore[operator]
         first = self.matcher(request.tokenizer, len(weight), ends).deep_copy()

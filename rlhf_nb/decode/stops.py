@@ -100,11 +100,9 @@ class Stops:
         """The character at which a text ends; None: no rule has ended it yet."""
         found = [text.find(t) for t in self.texts]
         found += [m.start() if (m := regex.search(p, text)) else -1 for p in self.patterns]
-        after = [
-            _after_json(text) if self.json else None,
-            None if self.lines is None else _after_lines(text, self.lines),
-            None if self.sentences is None else _after_sentences(text, self.sentences),
-        ]
+        after = [] if self.lines is None else [_after_lines(text, self.lines)]
+        after += [] if self.sentences is None else [_after_sentences(text, self.sentences)]
+        after += [_after_json(text)] if self.json else []
         return min([*(i for i in found if i >= 0), *(i for i in after if i is not None)], default=None)
 
     def cut(self, text: str) -> str:

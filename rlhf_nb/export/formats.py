@@ -183,20 +183,13 @@ def export_model(
 # %% ../../nbs/export/formats.ipynb #a868014
 def _describe(done: Exported, source: ExportSource, files: dict[str, Path], folder: Path) -> None:
     """Write export.json and README.md."""
+    weights = sha256_of_weights(source.tensors)
     record = {
-        "schema": 1,
-        "format": "safetensors",
-        "rlhf_nb": __version__,
-        "source": {
-            "model": told_place(source.place),
-            "bytes": done.source_bytes,
-            "sha256": sha256_of_weights(source.tensors),
-        },
+        "schema": 1, "format": "safetensors", "rlhf_nb": __version__,
+        "source": {"model": told_place(source.place), "bytes": done.source_bytes, "sha256": weights},
         "files": {name: {"bytes": p.stat().st_size, "sha256": sha256_of(p)} for name, p in files.items()},
-        "bytes": done.bytes,
-        "notes": done.notes,
-        "price": done.price.to_dict(),
-    }
+        "bytes": done.bytes, "notes": done.notes, "price": done.price.to_dict(),
+    }  # fmt: skip
     (folder / EXPORT_RECORD).write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     (folder / "README.md").write_text(readme(done, source), encoding="utf-8")
 

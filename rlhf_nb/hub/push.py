@@ -120,9 +120,8 @@ def build_folder(
     if found.run is not None and found.config is not None:
         (folder / "run").mkdir()
         (folder / "run" / "config.yaml").write_text(dump_yaml(portable(found.config.to_dict())), encoding="utf-8")
-        (folder / "run" / "metrics.jsonl").write_text(
-            "".join(line + "\n" for line in shown_log(found)), encoding="utf-8"
-        )
+        log = "".join(line + "\n" for line in shown_log(found))
+        (folder / "run" / "metrics.jsonl").write_text(log, encoding="utf-8")
         if found.steps:
             picture = "figures/curves.png"
             (folder / "figures").mkdir()
@@ -258,9 +257,7 @@ def push_to_hub(
     again = f"rlhf-nb push {place} {name}" + (" --public" if public else "")
     again += f" --revision {revision}" if revision else ""
     if public and not (license or inherited_license(found)):
-        raise ConfigError(
-            f"a public model needs a licence, and the first model names none. Choose one: {again} --license apache-2.0"
-        )
+        raise ConfigError(f"a public model without a licence may not be used. Choose one: {again} --license apache-2.0")
     if dry_run is None and offline():
         raise RunError(
             f"HF_HUB_OFFLINE forbids to go to the hub. Allow it for once: HF_HUB_OFFLINE=0 {again}. To look at what "

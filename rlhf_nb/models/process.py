@@ -60,9 +60,8 @@ class ProcessModel(ScalarModel):
     def values(self, c: Completions, token_budget: int = TOKEN_BUDGET) -> Tensor:
         """[B, C], probability of a good end behind each token that counts; 0 elsewhere. Dropout is off."""
         with evaluating(self):
-            return torch.where(
-                c.completion_mask, self(c.to(self.device), token_budget).sigmoid().to(c.completion_mask.device), 0.0
-            )
+            chance = self(c.to(self.device), token_budget).sigmoid().to(c.completion_mask.device)
+            return torch.where(c.completion_mask, chance, 0.0)
 
     def save(self, directory: str | Path, tokenizer: Any = None, *, merge: bool = True, verify: bool = True) -> Path:
         """Save as a token classifier: see `save_process`; LoRA is always merged."""

@@ -161,9 +161,8 @@ class MovingReference(Reference):
         """Move if `step` (counting from 1) is a multiple of `every`; says whether it did."""
         if step % self.every:
             return False
-        if any(
-            hasattr(p, "to_local") or p.shape != q.shape for p, q in zip(policy.parameters(), self.model.parameters())
-        ):
+        both = zip(policy.parameters(), self.model.parameters())
+        if any(hasattr(p, "to_local") or p.shape != q.shape for p, q in both):
             raise ModelError(
                 "the policy's weights are shared out over ranks, and a moving reference needs them whole: call follow "
                 "inside engine.generation_mode()."

@@ -228,11 +228,8 @@ class ModelTensors(Mapping[str, Tensor]):
         Args:
             dtype: of what is no whole number; None: as it is.
         """
-        return {
-            n: (dtype if dtype is not None and e.dtype.is_floating_point else e.dtype, e.shape)
-            for n, e in self.table.items()
-            if n not in self.tied
-        }
+        kept = {n: self.table[n] for n in self}
+        return {n: (dtype if dtype and e.dtype.is_floating_point else e.dtype, e.shape) for n, e in kept.items()}
 
     def __len__(self) -> int:
         return len(self.table) - len(self.tied)
@@ -315,11 +312,8 @@ def write_shards(
                     raise ModelError(
                         f"{name} came as {made.dtype} {list(made.shape)}, not as {table[name]}, as announced."
                     )
-                if (
-                    made.is_floating_point()
-                    and made.numel()
-                    and not all(bool(torch.isfinite(x)) for x in made.aminmax())
-                ):
+                numbers = made.is_floating_point() and made.numel()
+                if numbers and not all(bool(torch.isfinite(x)) for x in made.aminmax()):
                     raise ModelError(
                         f"{name} holds numbers that are not finite, so the model would answer nothing. One of the "
                         f"models is damaged, or {made.dtype} is too small for it."

@@ -419,9 +419,7 @@ class Rewards:
             for i in range(len(self.fns))
         ]
         self.stats: dict[str, float] = {}
-        self.steps: tuple[Tensor, Tensor] | None = (
-            None  # of the last rollout: what is rewarded at steps, and where these end, [B, C]
-        )
+        self.steps: tuple[Tensor, Tensor] | None = None  # [B, C], of the last rollout: rewards at steps, their ends
 
     def __call__(self, rollout: Rollout, needed: bool = True) -> tuple[Tensor, dict[str, Tensor]]:
         """Score a rollout.

@@ -217,15 +217,8 @@ def _answered(op: str, x: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
             "set": lambda: setattr(x, *args), "is": lambda: isinstance(args[0], x),
         }  # fmt: skip
         return todo[op]()
-    known: dict[str, Callable[..., Any]] = {
-        "iter": iter,
-        "next": next,
-        "len": len,
-        "bool": bool,
-        "str": str,
-        "repr": repr,
-    }
-    return x[args[0]] if op == "item" else known[op](x)
+    known: dict[str, Callable[..., Any]] = {"iter": iter, "next": next, "len": len, "bool": bool, "str": str}
+    return x[args[0]] if op == "item" else {**known, "repr": repr}[op](x)
 
 
 class _Objects:

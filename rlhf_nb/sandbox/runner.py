@@ -60,12 +60,8 @@ def _namespaces(libc: Any, folder: str, size: int) -> bool:
             f.write(text)
     private, no_suid_dev_exec = 0x4000 | 0x40000, 2 | 4 | 8
     libc.mount(None, b"/", None, private, None)
-    if (
-        libc.mount(
-            b"tmpfs", folder.encode(), b"tmpfs", no_suid_dev_exec, f"size={size},nr_inodes=4096,mode=700".encode()
-        )
-        == 0
-    ):
+    how = f"size={size},nr_inodes=4096,mode=700".encode()
+    if libc.mount(b"tmpfs", folder.encode(), b"tmpfs", no_suid_dev_exec, how) == 0:
         os.chdir(folder)
     return True
 

@@ -94,12 +94,8 @@ def _runner(tree: ast.Module) -> str:
 def _unclear(tree: ast.AST, asked: set[str], defined: set[str]) -> str | None:
     """What in a test can't be judged from outside the program, in words; None if all can."""
     nodes = list(ast.walk(tree))
-    asked = asked | {
-        a.asname or a.name
-        for n in nodes
-        if isinstance(n, ast.ImportFrom) and n.module in ("solution", "__main__")
-        for a in n.names
-    }
+    theirs = [n for n in nodes if isinstance(n, ast.ImportFrom) and n.module in ("solution", "__main__")]
+    asked = asked | {a.asname or a.name for n in theirs for a in n.names}
     functions = {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.ClassDef)} & defined
     bound = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
     bound |= {n.arg for n in nodes if isinstance(n, ast.arg)}
@@ -217,13 +213,10 @@ def _translated(tests: tuple[str, ...], setup: str, entry_point: str) -> tuple[t
         modules = {n for n in missing & bases if n in sys.stdlib_module_names and not _calls(tree, {n})} - {entry_point}
         free.append(missing - modules)
         prepared.append((tree, used, modules))
-    if idle := [
-        n.name for tree, _, _ in prepared for n in tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
-    ]:
-        if not any(_runs(n) for tree, _, _ in prepared for n in tree.body):
-            raise ValueError(
-                f"a test only defines `{idle[0]}` and nothing runs it: name what it tests as `entry_point`"
-            )
+    body = [n for tree, _, _ in prepared for n in tree.body]
+    idle = [n.name for n in body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    if idle and not any(map(_runs, body)):
+        raise ValueError(f"a test only defines `{idle[0]}` and nothing runs it: name what it tests as `entry_point`")
     asked = {entry_point} if entry_point else set().union(*free)
     if wrong := set().union(*free) - asked:
         raise ValueError(
