@@ -169,9 +169,7 @@ def elsewhere(key: str) -> str:
     if key in trl_words("explained"):
         return f"In TRL that's {trl_words('explained')[key]}."
     if key.startswith("vllm_"):
-        return (
-            "In TRL that's a setting of vLLM: here sampling.sampler says who draws (auto, ours, generate, continuous)."
-        )
+        return "In TRL that's a setting of vLLM: here sampling.sampler says who draws (auto, ours, generate, ...)."
     if key.startswith("dataloader_"):
         return "In TRL that's a setting of its data loader: here rows are tokenized before, and nothing waits for them."
     same = trl_words("same").get(key)
@@ -291,7 +289,7 @@ def _joined(data: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(losses, list | tuple) and isinstance(weights, list | tuple):
         if len(losses) != len(weights):
             raise ConfigError(
-                f"loss_type has {len(losses)} losses and loss_weights {len(weights)} weights: each loss needs one."
+                f"loss_type has {len(losses)} losses, loss_weights {len(weights)} weights: one each is needed."
             )
         out["loss_type"] = dict(zip(losses, weights))
         del out["loss_weights"]
@@ -350,8 +348,7 @@ def translate(
         became[" × ".join(f"{k}={data[k]}" for k in words)] = rows
         if twice := next((k for k in rows if k in data), None):
             raise ConfigError(
-                f"{next(iter(became))} make {twice} {rows[twice]}, and {twice} is {data[twice]!r}: two names of one "
-                "setting. Leave one of them out."
+                f"{next(iter(became))} make {twice} {rows[twice]}, and {twice} is {data[twice]!r}: leave one out."
             )
         out = {k: v for k, v in data.items() if k not in words} | rows
     updates = _updates(data, rows, has)
@@ -379,7 +376,7 @@ def translate(
             other = said.setdefault(ours, key)
             if other != key and group.get(last) != value and key in CONVERTED and not ours.startswith("clip_eps"):
                 raise ConfigError(
-                    f"{other} is {data[other]!r} and {key} is {data[key]!r}, and both are {ours} here: leave one out."
+                    f"{other} is {data[other]!r} and {key} {data[key]!r}, both {ours} here: leave one out."
                 )
             group[last] = value
     _tell(became, asked)

@@ -161,9 +161,7 @@ class DataConfig(StrictConfig):
             )
         weighed = [part.weight is not None for part in self.mix or ()]
         if self.mix and self.path is not None:
-            raise ValueError(
-                f"mix names {len(self.mix)} sources, and path is {self.path!r}: set one of the two to null."
-            )
+            raise ValueError(f"mix names {len(self.mix)} sources, and path is {self.path!r}: set one of them to null.")
         if any(weighed) and not all(weighed):
             raise ValueError(
                 "some sources of mix have a weight and some have none: give all of them one, or none (then rows count)."
@@ -239,7 +237,7 @@ class OptimizerConfig(StrictConfig):
             if key in self.model_fields_set and getattr(self, key) != OptimizerConfig.model_fields[key].default:
                 if self.schedule not in kinds:
                     raise ValueError(
-                        f"{key} is of schedule {' or '.join(kinds)}, and schedule is {self.schedule!r}: leave it out."
+                        f"{key} is of {' or '.join(kinds)}, and schedule is {self.schedule!r}: leave it out."
                     )
         return self
 
@@ -302,7 +300,7 @@ class StopConfig(StrictConfig):
             return {"metric": "overoptimised", "patience": 1}
         if isinstance(value, str):
             raise ValueError(
-                f"stop_on is {value!r}; it is overoptimised, or settings such as {{metric: eval/loss, patience: 3}}."
+                f"stop_on is {value!r}; it is overoptimised, or such as {{metric: eval/loss, patience: 3}}."
             )
         return value
 
@@ -311,12 +309,10 @@ class StopConfig(StrictConfig):
         """What belongs to the other rule isn't ignored."""
         if self.metric == "overoptimised" and (self.mode or self.min_delta):
             raise ValueError(
-                "stop_on.mode and stop_on.min_delta mean nothing with metric: overoptimised. Leave them out."
+                "stop_on.mode and stop_on.min_delta mean nothing with metric: overoptimised: leave them out."
             )
         if self.metric != "overoptimised" and self.gold:
-            raise ValueError(
-                f"stop_on.gold belongs to metric: overoptimised, and the metric is {self.metric!r}. Leave it out."
-            )
+            raise ValueError(f"stop_on.gold belongs to metric: overoptimised, not {self.metric!r}. Leave it out.")
         return self
 
 

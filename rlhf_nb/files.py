@@ -81,8 +81,7 @@ def open_regular(path: _Path, mode: str = "rb", *, root: _Path | None = None, li
     home, real = os.path.realpath(path.parent if root is None else root), os.path.realpath(path)
     if not Path(real).is_relative_to(home):
         raise FileRefused(
-            f"{path} is a link to {real}, which lies outside of {home}, so it is neither read nor written: delete the "
-            "link, or put a copy in its place."
+            f"{path} is a link to {real}, outside of {home}: delete the link, or put a copy in its place."
         )
     return open(real, mode, encoding=None if "b" in mode else "utf-8", opener=_opener(path, limit))
 

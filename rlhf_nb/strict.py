@@ -138,9 +138,7 @@ def _parse_value(text: str) -> Any:
         value = parse_yaml(text)
     except Unreadable as e:
         if bracketed:
-            raise ConfigError(
-                f"override value {text!r:.80} is not valid YAML ({e}): check its brackets and quotes."
-            ) from e
+            raise ConfigError(f"override value {text!r:.80} is no valid YAML ({e}): check brackets and quotes.") from e
         return text
     plain_text = isinstance(value, str | dict | list) or (value is None and text not in _NULLS)
     return text if plain_text and not bracketed else value

@@ -152,7 +152,7 @@ class CapabilityTester:
         new = results[name]
         if new.fingerprint != task.fingerprint:
             raise DataError(
-                f"suite {name!r} is not the frozen one: its rows or its rule were changed, so scores can't be compared."
+                f"suite {name!r} is not the frozen one: with other rows or rules no scores can be compared."
             )
         for key, was in task.settings.items():
             if new.settings.get(key) != was:

@@ -214,9 +214,7 @@ def make_rule(suite: Suite, config: EvalConfig, tokenizer: Any, folder: str) -> 
     kind = next((k for k in said if k in _RULES), None)
     if kind is None:
         if not said:
-            raise ConfigError(
-                f"suite {suite.config.name} has no rule: {', '.join(_RULES)}, or an entry as {{verify: exact}}."
-            )
+            raise ConfigError(f"suite {suite.config.name} has no rule: {', '.join(_RULES)} or {{verify: exact}}.")
         known = (*_RULES, "verify", "fn", "file", "model", "url", "classifier")
         if not set(said) & set(known):
             key = next(iter(said))

@@ -259,13 +259,11 @@ def compare_results(
             what = f"suite {r.suite!r}" if r.suite != results[0].suite else "other rows, or another rule or limit,"
             raise DataError(
                 f"{name} has {what} and {called[0]} has {results[0].suite!r}: only answers to the same rows can be "
-                f"paired. Evaluate both alike."
+                "paired. Evaluate both alike."
             )
         other = results[0].settings
         if judged is None and r.settings.get("judge") != other.get("judge"):
-            raise DataError(
-                f"{name} and {called[0]} were rated by different judges: only scores of one judge can be compared."
-            )
+            raise DataError(f"{name} and {called[0]} were rated by different judges: scores of one can be compared.")
         if judged is None and "rules" in other and r.settings.get("rules", other["rules"]) != other["rules"]:
             raise DataError(
                 f"{name} was scored by rules of the versions {r.settings['rules']} and {called[0]} by "

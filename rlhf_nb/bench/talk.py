@@ -90,9 +90,7 @@ def manner_of(
     if greedy and (temperature is not None or top_p is not None or n > 1):
         named = {"a temperature": temperature, "top_p": top_p, f"{n} answers to a prompt": n}
         other = next(name for name, value in named.items() if value is not None)
-        raise ConfigError(
-            f"--greedy and {other} contradict each other: the likeliest answer is one. Leave one of the two out."
-        )
+        raise ConfigError(f"--greedy and {other} contradict each other: the likeliest answer is one. Leave one out.")
     own = {k: says[k] for k in _OURS if says.get(k) is not None} if chat and says.get("do_sample") else {}
     said = {k: v for k, v in (("temperature", temperature), ("top_p", top_p)) if v is not None}
     longest = max_new_tokens or says.get("max_new_tokens") or (256 if chat else 64)
@@ -372,7 +370,7 @@ def decoder_settings(
             return DecoderConfig.model_validate(said)
         if said:
             raise ConfigError(
-                f"{next(iter(said))} belongs to a decoder, and none is named: add --decoder best_of_n:16, for example."
+                f"{next(iter(said))} belongs to a decoder, and none is named: --decoder best_of_n:16, say."
             )
         return None
     return DecoderConfig.model_validate({"kind": decoder, **said})
@@ -383,9 +381,7 @@ def _load_decoder(settings: DecoderConfig | None, greedy: bool, device: Any) -> 
     if settings is None:
         return None
     if greedy and KINDS[settings.kind].draws:
-        raise ConfigError(
-            f"--greedy and --decoder {settings} contradict each other: of one likeliest answer nothing can be chosen."
-        )
+        raise ConfigError(f"--greedy and --decoder {settings} contradict each other: leave one out.")
     from rlhf_nb.train.decoders import load_decoder
 
     return load_decoder(settings, device=str(device))

@@ -129,9 +129,7 @@ def _reads(columns: Iterable[str] | Mapping[str, Any], names: Mapping[str, str],
 def _elsewhere(allowed: Sequence[str]) -> str:
     """What can be done with rows that don't have what a purpose needs."""
     if list(allowed) == ["preference"]:
-        return (
-            "Pairs come from two answers: a judge labels them (rlhf-nb rlaif). Others train sft, or kto with a label."
-        )
+        return "Pairs come from two answers: a judge labels them (rlhf-nb rlaif). One trains sft, or kto with a label."
     if list(allowed) == ["unpaired"]:
         return "kto needs a label, 0 or 1, for each answer, or pairs; answers alone train sft."
     return "rlhf-nb data FILE shows what a file is taken for."
@@ -176,9 +174,7 @@ def renamed(rows: Iterable[Row], names: Mapping[str, str | None]) -> Iterator[Ro
             raise DataError(f"row 0 has no column {missing!r} to rename; its columns are {listed(row)}.{hint}")
         blocked = (new for old, new in names.items() if old in row and new in row and new not in {*names, old})
         if (taken := next(blocked, None)) is not None:
-            raise DataError(
-                f"row {i} has a column {taken!r} already; data.columns={{{taken}: null, ...}} drops it and makes room."
-            )
+            raise DataError(f"row {i} has a column {taken!r} already; data.columns={{{taken}: null, ...}} drops it.")
         yield {new: v for k, v in row.items() if (new := names.get(k, k)) is not None}
 
 # %% ../../nbs/data/formats.ipynb #21f63d98
@@ -225,9 +221,7 @@ def _texts(content: Any, where: str) -> str:
         return "".join(p["text"] for p in parts)
     seen = str(other.get("type", "")) if isinstance(other, Mapping) else ""
     if any(word in seen for word in ("image", "video", "audio")):
-        raise DataError(
-            f"{where} has a part of the type {seen!r}, and models are trained on text here: leave such rows out."
-        )
+        raise DataError(f"{where} has a part of the type {seen!r}, and models learn text here: leave such rows out.")
     raise DataError(f"{where}: content is {type(content).__name__} ({content!r:.40}), not text.")
 
 
@@ -371,8 +365,7 @@ def parse_hh(text: str) -> list[Message]:
     before, *pieces = _TURN.split("\n\n" + text.lstrip())
     if before.strip() or not pieces:
         raise DataError(
-            f"{text[:40]!r} is no HH dialogue: it must start with 'Human:' (after a blank line), turns marked by "
-            f"{HUMAN!r} and {ASSISTANT!r}."
+            f"{text[:40]!r} is no HH dialogue, which begins with 'Human:', turns marked by {HUMAN!r} and {ASSISTANT!r}."
         )
     return [{"role": _NAMES[name], "content": words.strip()} for name, words in zip(pieces[::2], pieces[1::2])]
 
@@ -527,9 +520,7 @@ def _stepwise(row: Row, where: str) -> Row:
     steps, labels = row["completions"], row["labels"]
     if not isinstance(steps, list) or not isinstance(labels, list) or len(steps) != len(labels) or not steps:
         sizes = [len(x) if isinstance(x, list) else type(x).__name__ for x in (steps, labels)]
-        raise DataError(
-            f"{where}: completions and labels must be lists, one label for each step, not {sizes[0]} and {sizes[1]}."
-        )
+        raise DataError(f"{where}: completions, labels: one label for each step is needed, not {sizes[0]}, {sizes[1]}.")
     return {
         "prompt": _prompt(row["prompt"], f"{where}, prompt"),
         "completions": [check_text(s, f"{where}, completions[{i}]") for i, s in enumerate(steps)],
@@ -551,8 +542,7 @@ def _tools(row: Row, where: str) -> Row:
         return {}  # Hermes: the first message has them already
     if not isinstance(tools, list) or not all(isinstance(t, Mapping) for t in tools):
         raise DataError(
-            f"{where}, tools is {type(tools).__name__} ({tools!r:.40}); expected a list of JSON schemas. "
-            "data.columns={tools: null} drops the column."
+            f"{where}, tools is {tools!r:.40}; expected a list of JSON schemas. data.columns={{tools: null}} drops it."
         )
     return {"tools": without_none(tools)}
 
@@ -652,8 +642,7 @@ def _read(row: Row, to: str | None, where: str, reading: Reading) -> tuple[Row, 
     seen = next((c for c in _SEEN if row.get(c) is not None and row[c] not in ("", [])), None)
     if seen is not None:
         raise DataError(
-            f"{where}, {seen}: the row has pictures or sound, and models are trained on text here. "
-            f"data.columns={{{seen}: null}} goes without them."
+            f"{where}, {seen}: the row has pictures or sound, not only text. data.columns={{{seen}: null}} drops them."
         )
     allowed = SFT_FORMATS if to == "sft" else PROMPTED if to == "prompt" else tuple(COLUMNS) if to is None else (to,)
     there, given = set(_present(row)), row
@@ -726,9 +715,7 @@ def to_rows(rows: Iterable[Row], to: str | None = None, reading: Reading = PLAIN
         for i, row in gather(enumerate(whole_rows(rows)), reading):
             try:
                 if to == "sft" and _disliked(row):
-                    raise NothingToCompare(
-                        f"row {i}: the label says that this answer was disliked, so it is no demonstration."
-                    )
+                    raise NothingToCompare(f"row {i}: this answer was disliked, so it is no demonstration.")
                 found, shape = _read(row, to, f"row {i}", reading)
             except NothingToCompare as e:
                 why = why or str(e)
@@ -747,7 +734,7 @@ def to_rows(rows: Iterable[Row], to: str | None = None, reading: Reading = PLAIN
             warn_rows(f"{n} of {n + kept} rows {reason} and are left out. {why}")
         if begun:
             warn_rows(
-                f"{begun} of {kept} conversations begin with an answer, and are read from their first question on."
+                f"{begun} of {kept} conversations begin with an answer; they are read from their first question on."
             )
 
 

@@ -122,9 +122,7 @@ def _from_cache(name: str, subset: str | None, revision: str | None) -> Any:
         other = " Another revision of it is there, and is not taken in its place." if any(root.glob("*/*/*")) else ""
         raise DataError(f"the dataset {name!r}{at} is not in the cache.{other}")
     if len(found) > 1 and "default" not in found:
-        raise DataError(
-            f"the dataset {name!r} has several configurations. Set data.subset to one of: {', '.join(found)}."
-        )
+        raise DataError(f"the dataset {name!r} has several configurations: set data.subset to {', '.join(found)}.")
     place = found.get("default") or next(iter(found.values()))
     config, version = place.parts[-3:-1]
     return Cache(dataset_name=own, repo_id=name, config_name=config, version=version, hash=commit)
@@ -174,9 +172,8 @@ def explained(error: Exception, name: str, revision: str | None, split: str, sub
     if kinds & {"DatasetGenerationError", "ArrowInvalid", "NonMatchingSplitsSizesError"} and status_of(error) is None:
         first = str(error.__cause__ or error).strip().splitlines()[0][:200]
         return (
-            f"files of the dataset {name!r} can't be read: {first.rstrip('.')}. If they were damaged on their way, "
-            f"throw the copy away (hf cache rm dataset/{name}) and run the same command again; else choose others with "
-            "data.subset or data.revision."
+            f"files of the dataset {name!r} can't be read: {first.rstrip('.')}. If they were damaged, run the same "
+            f"command again after hf cache rm dataset/{name}; else choose others with data.subset or data.revision."
         )
     reason = error if status_of(error) else _why(name, revision)
     if reason is None:  # the hub is not to blame

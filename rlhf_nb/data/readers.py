@@ -59,9 +59,7 @@ def _object(row: Any, where: str) -> Row:
     if isinstance(row, str):
         return {"text": row}
     if not isinstance(row, dict):
-        raise DataError(
-            f"{where}: holds {type(row).__name__} ({row!r:.40}); each row must be a JSON object with columns."
-        )
+        raise DataError(f"{where}: holds {type(row).__name__} ({row!r:.40}); each row must be an object with columns.")
     return row
 
 
@@ -274,8 +272,7 @@ def open_rows(
             )
         if split != "train":
             raise DataError(
-                f"{name} is a file, so it has one split, 'train', and no {split!r}; give the other file's name, or "
-                "hold out rows with eval_size."
+                f"{name} is a file, with the split 'train' and no {split!r}: name the other file, or use eval_size."
             )
         return lambda: _read(file, kind)
     parts = _files_in(file) if file.is_dir() and split == "train" and subset is None else []

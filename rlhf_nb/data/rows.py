@@ -178,9 +178,7 @@ def load_parts(data: DataConfig, kind: RowKind, seed: int = 0) -> list[tuple[lis
         kept = [r for r in rows if row_key(r) not in seen] if data.dedup else rows
         seen |= {row_key(r) for r in kept}
         if not kept:
-            raise DataError(
-                f"{part.path}: all of its {len(rows)} rows stand in other sources of data.mix, too: leave it out."
-            )
+            raise DataError(f"{part.path}: all its {len(rows)} rows stand in other sources of data.mix: leave it out.")
         out.append((kept, held))
     if data.eval_size is not None:
         _tell_shared_prompts([r for rows, _ in out for r in rows], [r for _, held in out for r in held], data)
@@ -216,8 +214,7 @@ def _divide(rows: list[Row], n: int, data: DataConfig, seed: int) -> tuple[list[
     if len(held) < n:
         warn_rows(
             f"of {data.path} {n} rows were to be held out, and {len(held) or 'none'} are: rows that begin with the "
-            "same prompt stay together, and no more fit. Another data.eval_size may; data.eval_draw=end takes the last "
-            "rows, whatever they ask."
+            "same prompt stay together, and no more fit. Another data.eval_size may; data.eval_draw=end takes the last."
         )
     return kept, held
 

@@ -228,7 +228,7 @@ def _text_of(answer: Mapping[str, Any], where: str) -> Any:
     )
     if found is None:
         raise DataError(
-            f"{where} has no text (response, answer or text); it has {', '.join(map(str, answer)) or 'nothing'}."
+            f"{where} has no text (response, answer, text), but {', '.join(map(str, answer)) or 'nothing'}."
         )
     return found
 
@@ -261,9 +261,7 @@ def _ranked(found: dict[str, list[Any]], where: str, to: str | None, reading: Re
     for i, answer in enumerate(found["answers"][0]):
         rank = _number(answer.get("rank"))
         if rank is None:
-            raise DataError(
-                f"{where}, answers[{i}]: rank is {answer.get('rank')!r:.40}; expected a number, 1 for the best."
-            )
+            raise DataError(f"{where}, answers[{i}]: rank is {answer.get('rank')!r:.40}; expected 1 (best), 2, ...")
         ranked.append((_text_of(answer, f"{where}, answers[{i}]"), -rank))
     row = _best(_joined(found["prompt"], where), ranked, where, to, reading)
     row.pop("margin", None)
@@ -304,8 +302,7 @@ def _scored(found: dict[str, list[Any]], where: str, to: str | None, reading: Re
     if to not in ("sft", "prompt") and len(texts) < 2:
         raise DataError(
             f"{where}: the prompt {str(found['prompt'][0])[-60:]!r} has one response only, so nothing can be compared. "
-            "Rows of one prompt must follow each other; add its other responses or take the row out, or train on the "
-            "responses themselves (sft)."
+            "Rows of one prompt must follow each other; add its others, or train on the responses themselves (sft)."
         )
     answers = [(t, _weighed(r, where, reading) if len(texts) > 1 else 0.0) for t, r in zip(texts, ratings, strict=True)]
     return _best(_joined(found["prompt"], where), answers, where, to, reading)
@@ -566,9 +563,7 @@ def _named(row: Mapping[str, Any], native: Mapping[str, set[str]], where: str, n
     shape = next((s for s in SHAPES if s.name == name), None)
     if shape is not None and shape.columns(row) is None:
         needs = ", ".join(shape.roles.values())
-        raise DataError(
-            f"{where} has the columns {listed(row)}, but data.shape={name} needs {needs}. Or leave data.shape out."
-        )
+        raise DataError(f"{where} has the columns {listed(row)}, but data.shape={name} needs {needs}: leave it out.")
     return shape
 
 # %% ../../nbs/data/shapes.ipynb #32a12aed

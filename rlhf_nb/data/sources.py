@@ -128,8 +128,8 @@ def truncate(
     """
     if (max_length is not None and max_length < 2) or (max_prompt_length is not None and max_prompt_length < 1):
         raise DataError(
-            f"max_length is {max_length} and max_prompt_length {max_prompt_length}; a row needs at least 1 token of "
-            "prompt and 1 of completion."
+            f"max_length is {max_length}, max_prompt_length {max_prompt_length}; prompt and completion need a token "
+            "each."
         )
     if max_prompt_length is not None:
         prompt = _keep_end(prompt, max_prompt_length, bos)
@@ -305,7 +305,7 @@ def _say_plain(prompts: Sequence[Text], tok: Any, chat: bool | None, warn: bool)
     which = f"plain prompts: {plain} of {len(prompts)} are strings, and the model has a chat template"
     how = "they are taken as they are; data.as_chat=true sends them through it, like what is typed to the model later"
     if chat:
-        how = "they go through it as a user's message, like what is typed later; data.as_chat=false takes them as they are"
+        how = "they go through it as a user's message, like what is typed later; data.as_chat=false leaves them so"
     warn_rows(f"{which}: {how}.", DataNote)
 
 
@@ -563,9 +563,7 @@ def collate_preferences(rows: Sequence[Row], pad_id: int) -> PreferenceBatch:
     margins = [r.get("margin") for r in rows]
     given = [m for m in margins if m is not None]
     if given and len(given) < len(margins):
-        raise DataError(
-            f"{len(given)} of {len(margins)} rows have a margin; give it in all (0: no difference) or none."
-        )
+        raise DataError(f"{len(given)} of {len(margins)} rows have a margin; give all one (0: no difference) or none.")
     prompts, chosen, rejected = ([r[k] for r in rows] for k in ("prompt_ids", "chosen_ids", "rejected_ids"))
     masks = [r.get("chosen_mask") for r in rows], [r.get("rejected_mask") for r in rows]
     return PreferenceBatch.from_lists(prompts, chosen, rejected, pad_id, given or None, masks)
@@ -778,8 +776,7 @@ class StreamSource:
             self._raw = list(islice(self._rows, self.chunk))
             if passed < self._start or _fingerprint(self._raw) != state["fingerprint"]:
                 raise DataError(
-                    "The stream changed since the checkpoint (other rows at the same place); resume with the data of "
-                    "that run, or start a new one."
+                    "The stream changed since the checkpoint (other rows there); resume with the data of that run."
                 )
             self._ready = self.transform(self._raw) if self.transform else self._raw
             self._given = int(state["given"])

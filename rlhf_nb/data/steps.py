@@ -54,9 +54,7 @@ class StepRule(NamedTuple):
             ConfigError: two rules at once, an empty separator, or a pattern that can't be read.
         """
         if self.pattern is not None and self.token is not None:
-            raise ConfigError(
-                f"boundary.pattern is {self.pattern!r} and boundary.token {self.token!r}: only one can end a step."
-            )
+            raise ConfigError(f"boundary.pattern is {self.pattern!r} and boundary.token {self.token!r}: name one.")
         if not self.separator:
             raise ConfigError(
                 "boundary.separator is empty, so a step would end after each character: give the text that ends a step."
@@ -67,7 +65,7 @@ class StepRule(NamedTuple):
             raise ConfigError(f"boundary.pattern is {self.pattern!r}, which is no regular expression: {e}.") from e
         if matches_nothing:
             raise ConfigError(
-                f"boundary.pattern is {self.pattern!r}, which matches an empty text, so a step would end everywhere."
+                f"boundary.pattern is {self.pattern!r}, which matches an empty text: steps end everywhere."
             )
         return self
 
@@ -214,7 +212,7 @@ def tokenize_steps(
         out.append({**found, "lengths": [len(prompt), len(ids)]})
     if not out and warn:
         raise DataError(
-            f"none of {total} rows has a step to learn ({', '.join(lost) or 'no rows'}): raise data.max_length."
+            f"none of {total} rows has a step left ({', '.join(lost) or 'no rows'}): raise data.max_length."
         )
     if warn:
         _warn_of(out, lost, total, tok, rule)

@@ -50,9 +50,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int = 4096) -> Any:
 
     special = [PAD_TOKEN, BOS_TOKEN, EOS_TOKEN]
     if vocab_size < 256 + len(special):
-        raise DataError(
-            f"vocab_size is {vocab_size}; a byte-level BPE has 256 bytes and {len(special)} special tokens at least."
-        )
+        raise DataError(f"vocab_size is {vocab_size}; a byte-level BPE has {256 + len(special)} tokens at least.")
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
@@ -278,9 +276,8 @@ def _answer(tok: Any, messages: list[Message], tools: Any, opened: str, closed: 
         return opens, f"{thoughts}\n</think>\n\n{words}{tail}"
     if thoughts:
         raise DataError(
-            f"The chat template leaves out what messages[{len(asked)}] thinks ({thoughts[:40]!r}), and doesn't ask for "
-            "thoughts either. data.thoughts=inline writes them into the answer, between <think> and </think>; "
-            "data.thoughts=drop goes without them."
+            f"The chat template leaves out what messages[{len(asked)}] thinks ({thoughts[:40]!r}). "
+            "data.thoughts=inline writes it into the answer, in <think> tags; data.thoughts=drop goes without."
         )
     if before and closed.startswith(before) and words.strip() in closed[len(before) :]:
         warn_rows(
@@ -303,9 +300,8 @@ def _calls_written(tok: Any, messages: list[Message], turn: int, answer: str) ->
     unsaid = next((name for name in _names(messages[turn].get("tool_calls")) if name not in answer), None)
     if unsaid:
         raise DataError(
-            f"The chat template doesn't write calls of tools: messages[{turn}] calls {unsaid!r}, and nothing of it "
-            f"is in {answer[:40]!r}, so the model would learn to say nothing. "
-            f"model.chat_template={_other(tok, messages)} gives one that does."
+            f"The chat template doesn't write calls of tools: messages[{turn}] calls {unsaid!r}, and nothing of it is "
+            f"in {answer[:40]!r}. model.chat_template={_other(tok, messages)} gives one that does."
         )
 
 
@@ -546,7 +542,7 @@ def as_chat(tok: Any, prompts: Sequence[Text], system: str | None = None, raw: b
         if system is not None:
             why = "the prompt is asked for as it stands" if raw else "this model has no chat template"
             raise DataError(
-                f"a system prompt needs a chat template, and {why}: leave it out, or put it into the prompt itself."
+                f"a system prompt needs a chat template, and {why}: leave it out, or put it into the prompt."
             )
         return list(prompts)
     mark, out = opens_answer(tok), list[Text]()
@@ -607,10 +603,7 @@ class _Letters:
         ids = [i for p, read in zip(parts, plain) for i in ([special[p]] if p in special else read)]
         own, unknown = [special[w] for w in re.findall(self.words, text)], tok.unk_token_id
         if [i for i in ids if i in special.values() and i != unknown] != [i for i in own if i != unknown]:
-            raise DataError(
-                "A message spells a special token of this tokenizer in a way that can't be written as text, and would "
-                "be read as a command: leave it out."
-            )
+            raise DataError("A message spells a special token in a way that can't be written as text: leave it out.")
         return ids
 
 
@@ -753,8 +746,7 @@ def encode_answers(
             raise DataError(f"The completion of {str(p)[-40:]!r} is empty: nothing to learn; drop the row.")
         if isinstance(c, str) != isinstance(p, str) and p:
             raise DataError(
-                f"Prompt and completion must both be strings or both messages; {str(c)[:40]!r} is not of its prompt's "
-                "kind (to_format sees to it)."
+                f"Prompt and completion must both be texts or messages; {str(c)[:40]!r} is not of its prompt's kind."
             )
         if isinstance(c, list) and c[0]["role"] != "assistant":
             raise DataError(f"The completion starts with {c[0]['role']!r}; it must start with the assistant.")

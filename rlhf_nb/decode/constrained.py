@@ -149,7 +149,7 @@ class _Writing:
                 allowed[i] = torch.frombuffer(bytearray(row.compute_logit_bias()), dtype=torch.uint8) != 0
                 if row.is_error():
                     raise ModelError(
-                        f"no token can follow in this form: {_reason(row.get_error())}. Use a simpler form."
+                        f"no token can follow in this form: {_reason(row.get_error())}. Use a simpler one."
                     )
         moved = logits.masked_fill(~allowed.to(logits.device), -torch.inf)
         self.seconds += time.perf_counter() - begin
@@ -254,9 +254,7 @@ class Constrained(Decoder):
         ends = request.ends(bare)
         if sampling.min_new_tokens or not ends:
             what = f"min_new_tokens={sampling.min_new_tokens}" if ends else "an empty list of EOS tokens"
-            raise ConfigError(
-                f"{self.name}: the form says where an answer ends, and {what} forbids that. Leave it out."
-            )
+            raise ConfigError(f"{self.name}: the form says where an answer ends, and {what} forbids that: omit it.")
         check_request(bare, request.prompts, sampling, request.num_samples)
         weight = bare.get_input_embeddings().weight  # type: ignore[operator]
         first = self.matcher(request.tokenizer, len(weight), ends).deep_copy()
@@ -265,8 +263,6 @@ class Constrained(Decoder):
         r, kl = _drawn(bare, writing, request)
         whole, n = writing.whole(), int(r.completion_lens.sum())
         if (cut := round((1 - whole) * len(r))) and self.begun is None:
-            log.warning(
-                f"{cut} of {len(r)} answers were cut at max_new_tokens={sampling.max_new_tokens}, not whole: raise it."
-            )
+            log.warning(f"{cut} of {len(r)} answers were cut at max_new_tokens={sampling.max_new_tokens}: raise it.")
         gains = {"whole": whole, "ms of masks per token": 1000 * writing.seconds / n}
         return self.pay(r, begin, gains=gains, **kl)

@@ -159,9 +159,7 @@ def parse_stops(said: str | Sequence[str]) -> Stops:
         else:
             if colon and rest.isdecimal() and kind.isalpha() and kind != "text":
                 hint = did_you_mean(kind, _KINDS, f"There are: {', '.join(_KINDS)}.")
-                raise ConfigError(
-                    f"there is no stop rule {kind!r}. {hint} And text:{word} stops at these very characters."
-                )
+                raise ConfigError(f"there is no stop rule {kind!r}. {hint} And text:{word} stops at these characters.")
             text = (rest if kind == "text" and colon else word).replace("\\n", "\n")
             if not text:
                 raise ConfigError("a stop text is empty, and every answer would end at once: leave it out.")

@@ -88,9 +88,7 @@ def check_target(out: Path, source: ExportSource, needed: int, overwrite: bool) 
         RunError: it is the model itself, holds something, or its disk is too full.
     """
     if out.resolve() in (source.tensors.own.resolve(), source.tensors.folder.resolve()):
-        raise RunError(
-            f"{str(out)!r} is the model itself, and would be overwritten as it is read: name another folder with --out."
-        )
+        raise RunError(f"{str(out)!r} is the model itself, and would be overwritten: name another folder with --out.")
     if out.exists() and not out.is_dir():
         raise RunError(f"{str(out)!r} is a file, and an export is a folder: name another one with --out.")
     inside = list(out.iterdir()) if out.is_dir() else []
@@ -102,17 +100,14 @@ def check_target(out: Path, source: ExportSource, needed: int, overwrite: bool) 
         )
     if len(inside) > len(broken):
         if not earlier_files(out):
-            raise RunError(
-                f"{str(out)!r} holds something that is no export, and isn't touched: name another folder with --out."
-            )
+            raise RunError(f"{str(out)!r} holds something that is no export: name another folder with --out.")
         if not overwrite:
             raise RunError(f"{str(out)!r} holds an export: name another folder, or add --overwrite.")
     there = next(p for p in (out, *out.parents) if p.is_dir())
     free = shutil.disk_usage(there).free
     if needed > free:
         raise RunError(
-            f"the export needs about {needed / 1e6:,.0f} MB, and {str(there)!r} has {free / 1e6:,.0f} MB free. Make "
-            "room, or name a folder on another disk with --out."
+            f"the export needs about {needed / 1e6:,.0f} MB, and {str(there)!r} has {free / 1e6:,.0f}: make room."
         )
 
 # %% ../../nbs/export/formats.ipynb #a868013

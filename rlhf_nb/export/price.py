@@ -261,7 +261,7 @@ def too_dear(price: Price, max_kl: float, max_lost: float | None = None) -> list
     said = []
     if not price.kl <= max_kl:
         said.append(
-            f"its KL from the model is {price.kl:.2g} nats a token on {price.measured_on}, above --max-kl={max_kl:g}"
+            f"its KL from the model is {price.kl:.2g} nats a token ({price.measured_on}), above --max-kl={max_kl:g}"
         )
     for name, r in price.rewards.items():
         if max_lost is not None and not r.lost <= max_lost:

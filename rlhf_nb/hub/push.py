@@ -133,8 +133,8 @@ def build_folder(
     if secrets := find_secrets(folder):
         raise RunError(
             f"nothing was sent, because this looks like a secret: {'; '.join(secrets[:5])}. Take it out of "
-            f"{found.run or found.model} (a token belongs into an "
-            "environment variable), make a new one where it may have been seen, and run the same command again."
+            f"{found.run or found.model} (a token belongs into an environment variable), make a new one where it may "
+            "have been seen, and run the same command again."
         )
 
 # %% ../../nbs/hub/push.ipynb #66015d8b
@@ -195,7 +195,7 @@ def send(folder: Path, name: str, public: bool, revision: str | None, message: s
     about = api.model_info(name, revision=revision)
     if not public and about.private is False:
         raise RunError(
-            f"{endpoint()}/{name} is public, so everybody would see this. Say so with --public, or choose another name."
+            f"{endpoint()}/{name} is public: all would see this. Say so with --public, or choose another name."
         )
     files = sorted(p for p in folder.rglob("*") if p.is_file())
     names = {p.relative_to(folder).as_posix() for p in files}
@@ -250,9 +250,7 @@ def push_to_hub(
         RunError: no model there, something that looks like a secret, or what the hub refuses.
     """
     if not _NAME.fullmatch(name):
-        raise ConfigError(
-            f"{name!r} is no name on the hub: it has the form owner/name, of letters, digits, '-', '_' and '.'."
-        )
+        raise ConfigError(f"{name!r} is no name on the hub, owner/name of letters, digits, '-', '_' and '.'.")
     found = read_run(place)
     again = f"rlhf-nb push {place} {name}" + (" --public" if public else "")
     again += f" --revision {revision}" if revision else ""

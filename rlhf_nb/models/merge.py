@@ -186,18 +186,14 @@ def check_fit(models: Sequence[ModelTensors]) -> list[str]:
             if own.get(key) != theirs.get(key):
                 if key == "architectures":
                     raise ModelError(
-                        f"{_shown(first)} is a {own.get(key)} and {_shown(other)} a {theirs.get(key)}: a policy and a "
-                        "reward model don't mix."
+                        f"{_shown(first)} is a {own.get(key)}, {_shown(other)} a {theirs.get(key)}: they don't mix."
                     )
-                notes.append(
-                    f"{key} is {own.get(key)} in {_shown(first)}, kept, and {theirs.get(key)} in {_shown(other)}"
-                )
+                notes.append(f"{key} is {own.get(key)} in {_shown(first)} (kept), {theirs.get(key)} in {_shown(other)}")
         lacking = sorted(set(first) ^ set(other))
         if lacking:
             which = (first, other) if lacking[0] in first else (other, first)
             raise ModelError(
-                f"{_shown(which[0])} has a tensor {lacking[0]} and {_shown(which[1])} has none ({len(lacking)} such "
-                "tensors): they are different models."
+                f"{_shown(which[0])} has a tensor {lacking[0]} and {_shown(which[1])} none (of {len(lacking)} such)."
             )
         for name in first:
             a, b = first.table[name], other.table[name]
@@ -303,9 +299,7 @@ def merge_models(recipe: Recipe, out: str | Path, *, shard_bytes: int = SHARD_BY
             return merged_tensor(recipe, name, models, base).to(table[name][0])
         found = first[name]
         if any(not torch.equal(found, m[name]) for m in models):
-            raise ModelError(
-                f"{name} holds whole numbers, which differ between the models, and a mean of them has no meaning."
-            )
+            raise ModelError(f"{name} holds whole numbers, which differ, and a mean of them has no meaning.")
         return found
 
     with staged(target, "merged model") as folder, torch.no_grad():
@@ -318,9 +312,7 @@ def merge_models(recipe: Recipe, out: str | Path, *, shard_bytes: int = SHARD_BY
 def _check_target(target: Path, said: str | Path, models: Sequence[ModelTensors]) -> None:
     """Raise ModelError where the result would be written over a model that is read."""
     if any(target.resolve() in (m.own.resolve(), m.folder.resolve()) for m in models):
-        raise ModelError(
-            f"{str(said)!r} is one of the models that are merged, and would be overwritten: name another folder."
-        )
+        raise ModelError(f"{str(said)!r} is one of the merged models, and would be overwritten: name another folder.")
 
 
 def _write_beside(

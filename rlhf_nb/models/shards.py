@@ -63,7 +63,7 @@ def read_table(file: Path) -> dict[str, TensorEntry]:
                 kind = str(part.get_dtype())
                 if kind not in SHARD_DTYPES:
                     raise ModelError(
-                        f"{name} in {str(file)!r} has the number format {kind}; known are {', '.join(SHARD_DTYPES)}."
+                        f"{name} in {str(file)!r} has the format {kind}; known are {', '.join(SHARD_DTYPES)}."
                     )
                 found[name] = TensorEntry(file, SHARD_DTYPES[kind], tuple(part.get_shape()))
     except (SafetensorError, OSError) as e:
@@ -106,9 +106,8 @@ def _merged_by_peft(place: str, folder: Path, own: Path, config: Any) -> dict[st
     end = next((k for k in keys if any(part in k for part in _ENDS)), None)
     if end is not None and getattr(config, "tie_word_embeddings", False):
         raise ModelError(
-            f"the adapter {place!r} changes {end}, a weight that both ends of the model share (tie_word_embeddings): "
-            "added to it, it would change the other end too, and the model would be another one. Use the adapter with "
-            "peft, or train without that layer."
+            f"the adapter {place!r} changes {end}, a weight that both ends of the model share (tie_word_embeddings), "
+            "and would change the other end, too. Use the adapter with peft, or train without that layer."
         )
     model = pretrained(AutoModelForCausalLM, str(folder), dtype=torch.float32, use_safetensors=True)
     try:
@@ -138,16 +137,14 @@ def _place_of(place: str) -> tuple[Path | None, Path, Path]:
         hint = f"Did you mean {near!r}?" if near else f"If it is on the hub, fetch it first: rlhf-nb get {place}"
         raise ModelError(f"{place!r} is neither a directory here nor a model that was fetched. {hint}")
     if kind == "gguf":
-        raise ModelError(
-            f"{place!r} is a GGUF file, whose weights are rounded: fetch the original model, with safetensors."
-        )
+        raise ModelError(f"{place!r} is a GGUF file, with rounded weights: fetch the original model, with safetensors.")
     own = Path(where).expanduser()
     if kind != "adapter":
         return None, own, own
     base = base_of_adapter(where)
     if not base:
         raise ModelError(
-            f"the adapter {place!r} doesn't say which model it belongs to. Save it merged where it was trained."
+            f"the adapter {place!r} doesn't say which model it is of. Save it merged where it was trained."
         )
     kind, under = find_model(base)
     if kind != "model":
@@ -198,8 +195,7 @@ class ModelTensors(Mapping[str, Tensor]):
         self.config: Any = _config(self.folder)
         if getattr(self.config, "quantization_config", None) is not None:
             raise ModelError(
-                f"the weights of {self.place!r} are packed into fewer bits, and sums of those mean nothing. Name the "
-                "model that was packed."
+                f"the weights of {self.place!r} are packed into fewer bits: name the model that was packed."
             )
         self.table: dict[str, TensorEntry] = {}
         for file in _files(self.folder):

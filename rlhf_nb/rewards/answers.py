@@ -94,8 +94,7 @@ class AnswerReward(ABC):
         if column not in columns:
             near = suggest(column, columns) or next((c for c in _USUAL if c in columns), None)
             raise RewardError(
-                f"reward {name!r} reads right answers from the column {column!r}, which the data doesn't have, so "
-                "nothing can be checked. "
+                f"reward {name!r} reads right answers from the column {column!r}, which the data doesn't have. "
                 + (f"Did you mean {near!r}? " if near else "")
                 + f"Columns are: {', '.join(columns) or 'none'}. Name the right one: {{verify: ..., answer: COLUMN}}.",
                 python="In Python: answer_column=...",

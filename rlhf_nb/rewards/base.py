@@ -396,8 +396,7 @@ class Rewards:
         for i, fn in enumerate(self.fns):
             if not callable(fn) and not isinstance(fn, RolloutScorer):
                 raise ConfigError(
-                    f"reward function {i} is {fn!r}, which can't be called: give f(prompts, completions, **columns), "
-                    "RewardModelFn or Ensemble."
+                    f"reward function {i} is {fn!r}, which can't be called: give f(prompts, completions, **columns)."
                 )
         lists: dict[str, Sequence[Any] | None] = {
             "weights": weights, "names": names, "timeouts": timeouts, "retries": retries,

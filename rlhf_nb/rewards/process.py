@@ -46,9 +46,7 @@ class ProcessReward(RewardModelFn):
         name: str = "process", token_budget: int = TOKEN_BUDGET, device: torch.device | str | None = None,
     ) -> None:  # fmt: skip
         if not isinstance(model, ProcessModel):
-            raise ConfigError(
-                f"{type(model).__name__} judges no steps: give a ProcessModel, or its folder to `load_process_reward`."
-            )
+            raise ConfigError(f"{type(model).__name__} judges no steps: give a ProcessModel (`load_process_reward`).")
         check_choice("aggregate", aggregate, AGGREGATES)
         check_choice("place", place, ("steps", "end"))
         model.rule.token_id(tokenizer)

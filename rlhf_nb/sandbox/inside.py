@@ -362,9 +362,7 @@ class _Asker:
         """The number of an object of the program's; nothing else goes there but plain values."""
         if type(x) is _Remote:
             return x._is[0], ""
-        self.unclear.append(
-            f"the test hands the program a {type(x).__name__}, and only plain values can be handed over"
-        )
+        self.unclear.append(f"the test hands the program a {type(x).__name__}, where only plain values can go")
         raise _Stop(self.unclear[-1])
 
     def ask(self, op: str, target: int, args: list[Any], kwargs: Any = None, made: str = "", answer: bool = True,

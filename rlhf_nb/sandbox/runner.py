@@ -503,9 +503,8 @@ class Sandbox:
         if result.fences and not self.programs_may_escape and not _holds(result.fences):
             raise ConfigError(
                 f"the sandbox runs no programs here: only {', '.join(result.fences)} would stand between them and your "
-                "files, and a program can get past that. Needed are landlock (Linux 5.13) and one of namespaces and "
-                "seccomp. Run the training on such a machine; or, in a container that has nothing to lose, say "
-                "programs_may_escape=True."
+                "files. Needed are landlock (Linux 5.13) and one of namespaces and seccomp. Run the training on such a "
+                "machine; or, in a container that has nothing to lose, say programs_may_escape=True."
             )
         return result
 

@@ -77,7 +77,7 @@ def _runner(tree: ast.Module) -> str:
         if isinstance(n, ast.FunctionDef) and n.name.startswith("test") and n.name not in called:
             if len(n.args.args) > len(n.args.defaults):
                 raise ValueError(
-                    f"a test can't be judged: `{n.name}` needs {n.args.args[0].arg!r}, which only pytest could give it"
+                    f"a test can't be judged: `{n.name}` needs {n.args.args[0].arg!r}, which only pytest gives"
                 )
             lines.append(f"{n.name}()")
         elif isinstance(n, ast.ClassDef) and any(ast.unparse(base).endswith("TestCase") for base in n.bases):
@@ -123,9 +123,7 @@ def _unclear_import(n: ast.AST) -> str | None:
     if not isinstance(n, ast.Import | ast.ImportFrom):
         return None
     if isinstance(n, ast.ImportFrom) and n.module in ("solution", "__main__") and n.names[0].name == "*":
-        return (
-            f"`from {n.module} import *` would let the program replace names of the test; import what is tested by name"
-        )
+        return f"`from {n.module} import *` lets the program replace names of the test; import what is tested by name"
     if "mock" in ast.unparse(n).replace(".", " ").split():
         return "it replaces parts of the program (mock), which runs elsewhere"
     modules = [n.module or ""] if isinstance(n, ast.ImportFrom) else [a.name for a in n.names]
@@ -150,16 +148,13 @@ def _unclear_call(n: ast.AST, asked: set[str], functions: set[str]) -> str | Non
     if isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id in asked:
         for given in (*n.args, *(k.value for k in n.keywords)):
             if isinstance(given, ast.Lambda) or (isinstance(given, ast.Name) and given.id in functions):
-                return (
-                    f"it hands a function or class to the program (`{ast.unparse(n)}`), which takes plain values only"
-                )
+                return f"it hands a function or class to the program (`{ast.unparse(n)}`): plain values only"
     outer = n.value if isinstance(n, ast.Expr) else n.test if isinstance(n, ast.Assert) else None
     if outer is not None and outer in _calls(outer, asked):
         name = outer.func.id  # type: ignore[attr-defined]
         if _calls(outer, asked - {name}):
             return (
-                f"it hands an answer to `{name}`, which the program would have to define, so the program decides; "
-                "define it in the test or in `setup`"
+                f"it hands an answer to `{name}`, which the program would define: define it in the test or in `setup`"
             )
     return None
 
@@ -219,15 +214,13 @@ def _translated(tests: tuple[str, ...], setup: str, entry_point: str) -> tuple[t
         raise ValueError(f"a test only defines `{idle[0]}` and nothing runs it: name what it tests as `entry_point`")
     asked = {entry_point} if entry_point else set().union(*free)
     if wrong := set().union(*free) - asked:
-        raise ValueError(
-            f"a test uses `{min(wrong)}`, which neither it nor `setup` defines; only {entry_point!r} is the program's"
-        )
+        raise ValueError(f"a test uses `{min(wrong)}`, which nothing defines; only {entry_point!r} is the program's")
     if not asked:
         here = own - known - _LATE
         called = {c.func.id for tree, _, _ in prepared for c in _calls(tree, here)}  # type: ignore[attr-defined]
         if len(called) > 1:
             raise ValueError(
-                f"the tests call only Python's own functions ({', '.join(sorted(called))}): name yours as `entry_point`"
+                f"the tests call only Python's own functions ({', '.join(sorted(called))}): name an `entry_point`"
             )
         asked = called
     questions = []
