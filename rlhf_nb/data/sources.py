@@ -305,7 +305,7 @@ def _say_plain(prompts: Sequence[Text], tok: Any, chat: bool | None, warn: bool)
     which = f"plain prompts: {plain} of {len(prompts)} are strings, and the model has a chat template"
     how = "they are taken as they are; data.as_chat=true sends them through it, like what is typed to the model later"
     if chat:
-        how = "they go through it as a user's message, like what is typed later; data.as_chat=false leaves them so"
+        how = "they go through it as a user's message, like what is typed; data.as_chat=false takes them as they are"
     warn_rows(f"{which}: {how}.", DataNote)
 
 
