@@ -237,7 +237,7 @@ class OptimizerConfig(StrictConfig):
             if key in self.model_fields_set and getattr(self, key) != OptimizerConfig.model_fields[key].default:
                 if self.schedule not in kinds:
                     raise ValueError(
-                        f"{key} is of {' or '.join(kinds)}, and schedule is {self.schedule!r}: leave it out."
+                        f"{key} belongs to schedule {' or '.join(kinds)}, but schedule is {self.schedule!r}."
                     )
         return self
 

@@ -642,7 +642,7 @@ def _read(row: Row, to: str | None, where: str, reading: Reading) -> tuple[Row, 
     seen = next((c for c in _SEEN if row.get(c) is not None and row[c] not in ("", [])), None)
     if seen is not None:
         raise DataError(
-            f"{where}, {seen}: the row has pictures or sound, not only text. data.columns={{{seen}: null}} drops them."
+            f"{where}, {seen}: the row has pictures or sound, not text. data.columns={{{seen}: null}} goes without."
         )
     allowed = SFT_FORMATS if to == "sft" else PROMPTED if to == "prompt" else tuple(COLUMNS) if to is None else (to,)
     there, given = set(_present(row)), row
@@ -715,7 +715,7 @@ def to_rows(rows: Iterable[Row], to: str | None = None, reading: Reading = PLAIN
         for i, row in gather(enumerate(whole_rows(rows)), reading):
             try:
                 if to == "sft" and _disliked(row):
-                    raise NothingToCompare(f"row {i}: this answer was disliked, so it is no demonstration.")
+                    raise NothingToCompare(f"row {i}: the label says that this answer was disliked.")
                 found, shape = _read(row, to, f"row {i}", reading)
             except NothingToCompare as e:
                 why = why or str(e)

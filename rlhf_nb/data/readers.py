@@ -272,7 +272,7 @@ def open_rows(
             )
         if split != "train":
             raise DataError(
-                f"{name} is a file, with the split 'train' and no {split!r}: name the other file, or use eval_size."
+                f"{name} has one split, 'train', and no {split!r}: name the other file, or set data.eval_size."
             )
         return lambda: _read(file, kind)
     parts = _files_in(file) if file.is_dir() and split == "train" and subset is None else []

@@ -261,7 +261,9 @@ def _ranked(found: dict[str, list[Any]], where: str, to: str | None, reading: Re
     for i, answer in enumerate(found["answers"][0]):
         rank = _number(answer.get("rank"))
         if rank is None:
-            raise DataError(f"{where}, answers[{i}]: rank is {answer.get('rank')!r:.40}; expected 1 (best), 2, ...")
+            raise DataError(
+                f"{where}, answers[{i}]: rank is {answer.get('rank')!r:.40}; expected a number, 1 for the best."
+            )
         ranked.append((_text_of(answer, f"{where}, answers[{i}]"), -rank))
     row = _best(_joined(found["prompt"], where), ranked, where, to, reading)
     row.pop("margin", None)

@@ -266,7 +266,7 @@ def _warn_unknown(rows: Sequence[Row], tok: Any) -> None:
     n, total = sum(v.count(unknown) for v in ids), sum(map(len, ids))
     if n > 0.01 * total:
         warn_rows(
-            f"{n / total:.0%} of the tokens are {tok.unk_token!r}: words that the tokenizer doesn't know, all alike "
+            f"{n / total:.0%} of the tokens are {tok.unk_token!r}: the tokenizer doesn't know these words, all alike "
             "to the model. Use a model that was made for this text (the toy world's knows its own words only)."
         )
 

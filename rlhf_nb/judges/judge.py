@@ -385,8 +385,8 @@ def _pairs(prompts: list[Any], opponents: int | None) -> list[tuple[int, int]]:
     alone = [rows[0] for rows in groups.values() if len(rows) < 2]
     if alone:
         raise RewardError(
-            f"a pairwise judge compares answers to one prompt, but {len(alone)} of {len(groups)} prompts have one only "
-            f"(first: {judged_text(prompts[alone[0]])!r:.80}). Sample at least 2 per prompt, or use mode='pointwise'."
+            f"a pairwise judge compares answers to one prompt, but {len(alone)} of {len(groups)} prompts have one "
+            f"answer only (first: {judged_text(prompts[alone[0]])!r:.80}). Sample 2 or more, or use mode='pointwise'."
         )
     return [(rows[i], rows[j]) for rows in groups.values() for i, j in _matches(len(rows), opponents)]
 

@@ -738,8 +738,8 @@ def check_start(adapter: str, config: LoraConfig) -> None:
     """
     if str(config.init_lora_weights).startswith(("pissa", "olora")):
         raise ModelError(
-            f"adapter {adapter!r} started as {config.init_lora_weights!r}, which changed the frozen weights, so by "
-            "itself it would be wrong on the model it came from. Save it merged (merge=True)."
+            f"adapter {adapter!r} started as {config.init_lora_weights!r}, which changed the frozen weights, and what "
+            "was taken out isn't known: by itself it would be wrong there. Save it merged (merge=True)."
         )
 
 

@@ -362,8 +362,8 @@ def check_reader(model: Any, tokenizer: Any) -> None:
         if end != tokenizer.eos_token:
             warnings.warn(
                 f"the reward model {model.home!r} wasn't made by this package. Here a score is read at the "
-                f"{tokenizer.eos_token!r} that ends an answer; its template ends one by {end!r}, and trainers that "
-                f"use its text (transformers, TRL) read it at the last of that: other numbers. {as_text}.",
+                f"{tokenizer.eos_token!r} that ends an answer; its template ends an answer by {end!r}, and trainers "
+                f"that use its text (transformers, TRL) read it at the last of that: other numbers. {as_text}.",
                 stacklevel=3,
             )
 
