@@ -15,7 +15,7 @@ from .strict import StrictConfig, explain, merge, option, parse_overrides, read_
 _all_ = ["StrictConfig", "explain", "merge", "option", "parse_overrides", "read_config_file"]
 
 # %% auto #0
-__all__ = ['PathText', 'Betas', 'PrecisionName', 'Every', 'Rate', 'Schedule', 'Tracker', 'LoraSettings', 'ModelConfig', 'MixPart',
+__all__ = ['PathText', 'Betas', 'PrecisionName', 'Every', 'Rate', 'Tracker', 'LoraSettings', 'ModelConfig', 'MixPart',
            'DataConfig', 'OptimizerConfig', 'SamplingConfig', 'StopConfig', 'TrainConfig', 'StrictConfig', 'explain',
            'merge', 'option', 'parse_overrides', 'read_config_file']
 
@@ -201,8 +201,8 @@ _LORA_TIMES = 10.0  # best rate of an adapter over the best of full training; do
 Rate = Annotated[float, WrapValidator(lambda value, check: None if value is None else check(value))]
 
 
-_Plain = Literal["constant", "linear", "cosine", "inverse_sqrt", "polynomial"]
-Schedule = _Plain | Literal["constant_with_warmup", "cosine_with_min_lr", "wsd"]
+_Usual = Literal["constant", "linear", "cosine", "constant_with_warmup"]
+_Schedule = Literal[_Usual, "cosine_with_min_lr", "inverse_sqrt", "polynomial", "wsd"]
 
 
 class OptimizerConfig(StrictConfig):
@@ -216,7 +216,7 @@ class OptimizerConfig(StrictConfig):
     weight_decay: float = option(0.0, "pull of the weights towards 0", ge=0)
     betas: Betas = option((0.9, 0.999), "decay of the running averages of gradient and square")
     eps: float = option(1e-8, "added to the root of the averaged square; 1e-5 in PPO", gt=0)
-    schedule: Schedule = option("linear", "lr after the warm-up")
+    schedule: _Schedule = option("linear", "lr after the warm-up")
     min_lr_rate: float | None = option(
         None, "where cosine_with_min_lr (0.1), polynomial (0) and wsd (0) end, as a share of lr", ge=0, lt=1
     )
