@@ -362,9 +362,7 @@ class Engine:
         self.strategy = strategy_here(self.precision)
         self.accelerator, self.scaler = self.strategy.accelerator, self.strategy.scaler
         self.device, self.ranks = self.strategy.device, Ranks(self.strategy)
-        self.precision = self.precision._replace(
-            device=self.device
-        )  # models loaded later go to this rank's device, too
+        self.precision = self.precision._replace(device=self.device)  # where models that are loaded later go
         if self.device.type == "cuda" and torch.cuda.is_available():
             torch.cuda.set_device(self.device)  # for what asks for no device by name: messages, statistics, kernels
         self.rank, self.world_size = self.ranks.rank, self.ranks.world_size

@@ -42,7 +42,7 @@ from .overopt import stop_by
 from .state import Saves, checkpoint_job, condition, open_run
 from ..fast.workers import alone_if_small
 from ..scoring.packing import work
-from ..types import Batch, LossSum, sent
+from ..types import Batch, sent
 
 # %% auto #0
 __all__ = ['BaseMethod', 'Sums', 'means', 'Source', 'StepStart', 'Boundary', 'too_many_bad', 'all_steps', 'Trainer']
@@ -68,9 +68,7 @@ class BaseMethod(ABC):
     engine: Engine
     config: TrainConfig
     by_question: Mapping[str, Sequence[float]] = {}  # each held-out question's score by metric, set by `evaluate`
-    ahead: Any = (
-        None  # batches of later steps that were begun (`rollout.service.Rollouts`); None: a step begins its own
-    )
+    ahead: Any = None  # batches of later steps, begun (`rollout.service.Rollouts`); None: a step begins its own
 
     @cached_property
     def meter(self) -> Meter:
@@ -639,7 +637,7 @@ class Trainer:
 
     def held_out_numbers(self) -> dict[str, float]:
         """What the method measures on the held-out rows."""
-        found: dict[str, float] = self.method.evaluate(self.held_out)
+        found: dict[str, float] = self.method.evaluate(self.held_out) if self.held_out else {}
         return found
 
     def save(self, failed: bool = False) -> Path:

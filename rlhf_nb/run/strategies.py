@@ -29,8 +29,8 @@ from rlhf_nb.run.strategy import (
 _log = logging.getLogger("rlhf_nb.run.strategies")
 
 # %% auto #0
-__all__ = ['deepspeed_config', 'check_insides', 'free_memory', 'streamed', 'FrozenShards', 'SharedOut', 'Zero', 'blocks_of',
-           'Sharded', 'connect']
+__all__ = ['UNKNOWN', 'deepspeed_config', 'check_insides', 'free_memory', 'streamed', 'FrozenShards', 'SharedOut', 'Zero',
+           'blocks_of', 'Sharded', 'connect']
 
 # %% ../../nbs/run/strategies.ipynb #abc349f5
 def deepspeed_config(
@@ -152,8 +152,11 @@ def check_insides(owner: Any, names: tuple[str, ...], package: str) -> None:
         )
 
 # %% ../../nbs/run/strategies.ipynb #fdfdf6d9
+UNKNOWN = 1 << 62  # bytes, where a machine doesn't say what is free
+
+
 def free_memory(device: torch.device, local_ranks: int = 1) -> int:
-    """Bytes that one rank may still use on its device."""
+    """Bytes that one rank may still use on its device, or UNKNOWN."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
@@ -161,7 +164,7 @@ def free_memory(device: torch.device, local_ranks: int = 1) -> int:
         line = next(x for x in Path("/proc/meminfo").read_text().splitlines() if x.startswith("MemAvailable"))
         return int(line.split()[1]) * 1024 // max(1, local_ranks)
     except (OSError, StopIteration):
-        return 1 << 62
+        return UNKNOWN
 
 
 @contextmanager

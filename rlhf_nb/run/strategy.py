@@ -426,20 +426,17 @@ class Strategy:
                 into.copy_(whole.reshape(-1)[start : start + into.numel()].view(into.shape))
 
             put(shard.cut(shard.tensor), model[shard.name])
+            device = shard.tensor.device
             for key, value in kept.get(shard.name, {}).items():
                 if key == "step" and self.counts_on_host:
                     shard.states[key] = int(value)  # type: ignore[assignment]
                 elif key == "step":
-                    shard.states[key] = value.reshape(()).to(
-                        shard.tensor.device, copy=True
-                    )  # where a fused kernel wants it
+                    shard.states[key] = value.reshape(()).to(device, copy=True)  # where a fused kernel wants it
                 elif like_parameter(value, shard):
-                    put(
-                        shard.cut(shard.states.setdefault(key, torch.zeros_like(shard.tensor, dtype=value.dtype))),
-                        value,
-                    )
+                    own = shard.states.setdefault(key, torch.zeros_like(shard.tensor, dtype=value.dtype))
+                    put(shard.cut(own), value)
                 else:  # a row of averages, a table of 8-bit values: whole on every rank
-                    shard.states[key] = value.to(shard.tensor.device, copy=True)
+                    shard.states[key] = value.to(device, copy=True)
 
 
 def like_parameter(state: Tensor, shard: Shard) -> bool:

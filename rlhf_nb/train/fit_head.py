@@ -280,12 +280,8 @@ def fit_members(
         drawn = torch.randint(len(x), (len(x),), generator=g).to(states.device)
         some, scale = _scaled(x[drawn])
         weights.append((fit_logistic(some, first.ridge) / scale).float())
-    about = {
-        "layers": list(first.layers) if several else layers or first.layers[0],
-        "ridge": first.ridge,
-        "accuracy": first.accuracy,
-        "pairs": len(x),
-    }
+    reads = list(first.layers) if several else layers or first.layers[0]
+    about = {"layers": reads, "ridge": first.ridge, "accuracy": first.accuracy, "pairs": len(x)}
     return Fitted(torch.stack(weights).cpu(), about)
 
 

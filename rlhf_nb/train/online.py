@@ -113,10 +113,7 @@ class OnlineConfig(RewardPart, TextConfig):
     model: ModelConfig = option(ModelConfig(), "the policy: the SFT model")
     data: DataConfig = option(DataConfig(), "prompts; further columns go to the reward functions")
     sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="how answers are drawn")
-    decoder: DecoderConfig = option(
-        _PLAIN,
-        "how answers are made from draws; plain, and for raft and online-dpo best_of_n:16, ...",
-    )
+    decoder: DecoderConfig = option(_PLAIN, "how answers are drawn: plain; raft, online-dpo: best_of_n:16")
     episodes: EpisodeConfig = option(EpisodeConfig(), "an environment that replies to the policy, tools, and limits")
     rollouts: RolloutsConfig = option(RolloutsConfig(), "how far drawing runs ahead of learning while rewards wait")
     optimizer: OptimizerConfig = option(OptimizerConfig(eps=1e-5), "the optimizer and its schedule")
@@ -418,11 +415,8 @@ class OnlineMethod(TextMethod):
         self.rollouts.load_state_dict(told, self.engine.device)
         lag, was = self.config.rollouts.lag, max([t["number"] - t["version"] for t in told], default=None)
         if was not in (lag, None):
-            warnings.warn(
-                f"rollouts.lag is {lag}, and was {was}: the answers of {len(told)} steps in the checkpoint are "
-                "learnt from first.",
-                stacklevel=3,
-            )
+            first = f"the answers of {len(told)} steps in the checkpoint are learnt from first"
+            warnings.warn(f"rollouts.lag is {lag}, and was {was}: {first}.", stacklevel=3)
 
     def heat(self, temperature: float) -> None:
         """Draw, score and learn at this temperature from now on."""
@@ -519,15 +513,12 @@ class OnlineMethod(TextMethod):
         with self.meter.time("wait_rewards"):
             said = self.rollouts.said(self.ticket)
         self.rewards.stats, self.rewards.steps = said.stats, said.steps
-        now, before = time.monotonic(), self._taken
-        lag = self.config.rollouts.lag
-        if lag and said.seconds < 0.05 * (now - before) and self.ticket.number == lag + 1:
-            warnings.warn(
-                f"rollouts.lag is {lag}, but the rewards of a step took {said.seconds:.2g} s of "
-                f"its {now - before:.2g} s, so there is little to hide, and answers are learnt from that are older: "
-                "lag=0 is as fast.",
-                stacklevel=5,
-            )
+        now, lag = time.monotonic(), self.config.rollouts.lag
+        took = now - self._taken
+        if lag and said.seconds < 0.05 * took and self.ticket.number == lag + 1:
+            share = f"the rewards of a step took {said.seconds:.2g} s of its {took:.2g} s, so there is little to hide"
+            older = "and answers are learnt from that are older: lag=0 is as fast."
+            warnings.warn(f"rollouts.lag is {lag}, but {share}, {older}", stacklevel=5)
         self._taken = now
         return said.scores, said.parts
 
@@ -595,9 +586,8 @@ class OnlineMethod(TextMethod):
     def measure(self, r: Rollout) -> dict[str, float]:
         """The numbers of a rollout, whose columns are on the CPU."""
         found = rollout_metrics(r, self.kl_coef) | sampling_metrics(r, self.sampler) | self.lag_metrics(r)
-        found |= reward_metrics(r, self.rewards, self.engine) | (
-            episode_metrics(r.columns["episode"]) if "episode" in r.columns else {}
-        )
+        found |= reward_metrics(r, self.rewards, self.engine)
+        found |= episode_metrics(r.columns["episode"]) if "episode" in r.columns else {}
         return found if r.values is not None else found | group_metrics(r.need("scores"), self.config.num_generations)
 
     @torch.no_grad()
@@ -918,14 +908,8 @@ class OnlineTrainer(TextTrainer[_O]):
             callbacks = [BudgetStop(budget, stop=config.kl_budget_stops), *callbacks]  # type: ignore[attr-defined]
         super().__init__(config, model, tokenizer, rows, eval_rows, callbacks, parts=parts, **options)
         for name in {*self.method.rewards.names, *self.method.watch} & {*OWN_NUMBERS}:
-            warnings.warn(
-                (
-                    f"the reward {name!r} is eval/{shown_as(name)} in evaluations, because eval/{name} is the answers' "
-                    "own."
-                ),
-                DataNote,
-                stacklevel=3,
-            )
+            renamed = f"the reward {name!r} is eval/{shown_as(name)} in evaluations"
+            warnings.warn(f"{renamed}, because eval/{name} is the answers' own.", DataNote, stacklevel=3)
         check_lag(self.method)
         if budget is not None and self.method.reference is None:
             raise ConfigError(

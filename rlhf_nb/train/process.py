@@ -73,9 +73,7 @@ class ProcessConfig(TextConfig):
         DataConfig(), "prompt+completions+labels: steps, and a label for each, 0 or 1 or a share in between"
     )
     boundary: StepConfig = option(StepConfig(), "where steps end, in the rows and later in answers")
-    hard_from: float | None = option(
-        None, "labels of at least this become 1, all others 0; null: as they are", gt=0, le=1
-    )
+    hard_from: float | None = option(None, "labels from here on become 1, others 0; null: as they are", gt=0, le=1)
 
 # %% ../../nbs/train/process.ipynb #e686eb9f
 @dataclass(eq=False, repr=False)
@@ -133,8 +131,6 @@ class Process(TextMethod):
 
     def evaluate(self, held_out: Sequence[Row]) -> dict[str, float]:
         """Accuracy, calibration, and how often the first wrong step is found, on held-out rows."""
-        if not held_out:
-            return {}
         judged = list[Tensor]()
         if rows := self.my_share(held_out):
             mine = self.collate(rows)
