@@ -162,14 +162,9 @@ def _reasons(pipeline: RLHFPipeline) -> str:
 
 # %% ../../nbs/pipeline/cycle.ipynb #f9340010
 def learn(
-    config: CycleConfig,
-    folder: Path,
-    model: str,
-    train: Path,
-    judge: Path,
-    sizes: tuple[int, int],
+    config: CycleConfig, folder: Path, model: str, train: Path, judge: Path, sizes: tuple[int, int],
     say: Callable[[str], None],
-) -> tuple[Path | None, str]:
+) -> tuple[Path | None, str]:  # fmt: skip
     """Train judge and policy; the model that passed, or None, and why.
 
     Args:
@@ -349,13 +344,9 @@ def _tidy(config: CycleConfig, versions: Versions) -> None:
 
 
 def _turn(
-    config: CycleConfig,
-    store: FeedbackStore,
-    versions: Versions,
-    said: Sequence[Feedback],
-    say: Callable[[str], None],
+    config: CycleConfig, store: FeedbackStore, versions: Versions, said: Sequence[Feedback], say: Callable[[str], None],
     again: bool,
-) -> CycleTurn:
+) -> CycleTurn:  # fmt: skip
     """Learn, and decide about what was learnt."""
     folder = _open_turn(versions)
     ready = read_json(folder / "rows.json")  # of a turn that was interrupted: its rows stay as they were

@@ -281,11 +281,8 @@ def histogram(numbers: Sequence[int], bars: int = 8, width: int = 40) -> str:
     for k in range(max(counts) + 1):
         end = max(numbers) if k == max(counts) else low + (k + 1) * step - 1
         label = f"{low + k * step}–{end}" if end > low + k * step else str(end)
-        out.append(
-            f"  {label:>11} "
-            f"{'█' * round(width * counts[k] / longest)}{'▏' if counts[k] and width * counts[k] < longest / 2 else ''} "
-            f"{counts[k]}"
-        )
+        bar = "█" * round(width * counts[k] / longest) or "▏" * bool(counts[k])
+        out.append(f"  {label:>11} {bar} {counts[k]}")
     return "\n".join(out)
 
 # %% ../../nbs/pipeline/data_look.ipynb #b84b50a9
@@ -364,13 +361,9 @@ def painted(parts: Sequence[_Part], colours: bool, longest: int = 600) -> Any:
 
 # %% ../../nbs/pipeline/data_look.ipynb #e67ce542
 def print_look(
-    look: FileLook,
-    config: LookConfig,
-    console: Any,
-    tokenizer: Any = None,
-    other: FileLook | None = None,
+    look: FileLook, config: LookConfig, console: Any, tokenizer: Any = None, other: FileLook | None = None,
     rows: int = 10,
-) -> bool:
+) -> bool:  # fmt: skip
     """Print what was seen; says whether training could begin.
 
     Args:
@@ -465,19 +458,14 @@ def _parts(row: Row, look: FileLook, data: DataConfig, tokenizer: Any) -> list[l
 def _lengths(look: FileLook, data: DataConfig, tokenizer: Any, say: Any) -> None:
     """Lengths of a file's rows."""
     if tokenizer is None:
-        counts = word_counts(look.rows)
-        say(
-            f"\nLengths in words (--model=MODEL counts tokens): median {sorted(counts)[len(counts) // 2]}, longest "
-            f"{max(counts)}"
-        )
-        say(histogram(counts))
+        counts = sorted(word_counts(look.rows))
+        numbers = f"median {counts[len(counts) // 2]}, longest {counts[-1]}"
+        say(f"\nLengths in words (--model=MODEL counts tokens): {numbers}\n{histogram(counts)}")
         return
     tokens = tokenized(look, tokenizer, data)
     if not tokens:
-        say(
-            "\nNo row is left after tokenizing: all are empty or cut to nothing. data.max_length=NUMBER allows longer "
-            "ones."
-        )
+        allow = "data.max_length=NUMBER allows longer ones."
+        say(f"\nNo row is left after tokenizing: all are empty or cut to nothing. {allow}")
         return
     asked = look.kind == "prompt"
     whole, first = None if asked else data.max_length, data.prompt_limit if asked else data.max_prompt_length
@@ -488,10 +476,8 @@ def _lengths(look: FileLook, data: DataConfig, tokenizer: Any, say: Any) -> None
         kept = "".join(f" model.chat_template={n} keeps a dialogue whole." for n in family_templates(tokenizer))
         say(f"  The chat template rewrites earlier turns: {len(look.rows)} dialogues are a row for each answer.{kept}")
     if len(tokens) < len(look.rows):
-        say(
-            f"  {len(look.rows) - len(tokens)} rows teach nothing (empty, identical or cut to nothing) and would be "
-            "dropped."
-        )
+        why = "teach nothing (empty, identical or cut to nothing) and would be dropped"
+        say(f"  {len(look.rows) - len(tokens)} rows {why}.")
 
 # %% ../../nbs/pipeline/data_look.ipynb #e67ce5b1
 def _judged(look: FileLook, other: FileLook | None, say: Any) -> None:

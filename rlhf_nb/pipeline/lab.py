@@ -36,10 +36,8 @@ def measured(folder: str | Path, gold: str | None = None) -> GoldCurve:
         if event.get("type") in ("step", "eval"):
             points.take(event)
     if math.isnan(points.kl):
-        raise RunError(
-            f"{folder} has no objective/kl, so there is no distance to draw gold over: it belongs to methods that draw "
-            "answers and keep a reference."
-        )
+        where = "it belongs to methods that draw answers and keep a reference"
+        raise RunError(f"{folder} has no objective/kl, so there is no distance to draw gold over: {where}.")
     return points
 
 

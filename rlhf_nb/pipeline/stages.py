@@ -24,16 +24,9 @@ from ..evaluate.policy import PolicyEval, evaluate
 from ..data.worlds import FIRST_WORLD, WORLDS, gold_of, model_world, world_of
 from ..models.load import load_causal_lm, load_tokenizer, save_model
 from rlhf_nb.pipeline.gates import (
-    Check,
-    GatesConfig,
-    Verdict,
-    check_kept,
-    check_policy,
-    check_reward_model,
-    check_stage_rules,
-    settings_text,
+    Check, GatesConfig, Verdict, check_kept, check_policy, check_reward_model, check_stage_rules, settings_text,
     verdict_page,
-)
+)  # fmt: skip
 from ..rewards.base import RewardModelFn
 from ..run.lock import RunLock
 from ..run.log import config_changes
@@ -709,10 +702,8 @@ def collect_results(plan: StagePlan, judged: dict[str, PolicyEval]) -> dict[str,
     stages = {stage: {"seconds": d.get("seconds"), **d.get("metrics", {})} for stage, d in done.items()}
     policies = {name: p.summary(judged.get("sft") if name != "sft" else None) for name, p in judged.items()}
     prompts = next((policy.prompts for policy in judged.values()), [])
-    samples = [
-        {"prompt": prompts[i], **{name: policy.texts[i] for name, policy in judged.items() if name != "base"}}
-        for i in spread_out(prompts, plan.config.questions)
-    ]
+    said, shown = {k: v.texts for k, v in judged.items() if k != "base"}, spread_out(prompts, plan.config.questions)
+    samples = [{"prompt": prompts[i], **{name: texts[i] for name, texts in said.items()}} for i in shown]
     found = {"stages": stages, "policies": policies, "samples": samples}
     if plan.config.gates:
         found |= {"gates": [v.to_dict() for v in plan.verdicts], "final": str(plan.final_model())}

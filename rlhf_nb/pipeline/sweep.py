@@ -460,15 +460,12 @@ def _notes(made: Swept, seeds: int, asked: bool) -> list[str]:
     if seeds < 2:
         out.append("One seed: no difference can be called real. Add seeds; what was run stays.")
     elif seeds < 4 and not asked:
-        out.append(
-            f"{seeds} seeds, and {made.metric} keeps no score of each question: no difference can be called real below "
-            "four seeds. Add seeds, or compare an evaluation (eval.metrics)."
-        )
+        unknown = f"{seeds} seeds, and {made.metric} keeps no score of each question: no difference can be called real"
+        out.append(f"{unknown} below four seeds. Add seeds, or compare an evaluation (eval.metrics).")
     elif rivals:
         needed = [n for s in rivals if (n := seeds_needed(s, pairs, made.level))]
-        out.append(
-            f"With {seeds} seeds {len(rivals)} of {len(made.table) - 1} others can't be told apart from the best."
-        )
+        others = f"{len(rivals)} of {len(made.table) - 1} others"
+        out.append(f"With {seeds} seeds {others} can't be told apart from the best.")
         if len(needed) == len(rivals) and max(needed) > seeds:
             out[0] += f" About {max(needed)} seeds would tell them apart, if the differences are as large as they look."
     if made.metric in ("objective/scores", "reward", "eval/reward", "loss"):

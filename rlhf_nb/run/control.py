@@ -291,10 +291,8 @@ def start_fork(folder: str | Path, at: int, changes: Mapping[str, Any]) -> Path:
             raise RunError(f"{key} lets foreign code run, which no click may do. In a terminal: rlhf-nb fork")
         number = value is None or (isinstance(value, int | float) and math.isfinite(value))
         if not number or not re.fullmatch(r"[a-z]\w{0,60}(\.[a-z]\w{0,60}){0,5}", key, re.ASCII):
-            raise RunError(
-                f"{key} = {value!r:.80} can't be changed here: a click changes numbers only. In a terminal: rlhf-nb "
-                "fork"
-            )
+            numbers = "a click changes numbers only. In a terminal: rlhf-nb fork"
+            raise RunError(f"{key} = {value!r:.80} can't be changed here: {numbers}")
     log = Path(folder).resolve() / f"fork-{int(at)}.log"
     words = [f"{key}={json.dumps(value)}" for key, value in changes.items()]
     command = [sys.executable, "-m", "rlhf_nb", "fork", str(log.parent), "--at", str(int(at)), *words]

@@ -18,17 +18,9 @@ from torch import Tensor, nn
 
 from ..config import TrainConfig
 from rlhf_nb.core import (
-    CheckpointError,
-    ConfigError,
-    RewardError,
-    RunError,
-    Stopped,
-    decide_precision,
-    derive_seed,
-    rng_state,
-    set_rng_state,
-    stoppable,
-)
+    CheckpointError, ConfigError, RewardError, RunError, Stopped, decide_precision, derive_seed, rng_state,
+    set_rng_state, stoppable,
+)  # fmt: skip
 from .callbacks import Callback, Callbacks, Flags, Progress, SampleLog, Trackers
 from .checkpoint import AsyncWriter
 from .control import Control, GracefulStop, RunControl

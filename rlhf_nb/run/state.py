@@ -30,16 +30,8 @@ from ..files import copy_regular, write_whole
 from ..untrusted import json_value
 from .lock import RunLock
 from rlhf_nb.run.log import (
-    FORMAT,
-    EventLog,
-    History,
-    ControlRequests,
-    RunDir,
-    config_changes,
-    machine_here,
-    plain_json,
-    read_metrics,
-)
+    FORMAT, EventLog, History, ControlRequests, RunDir, config_changes, machine_here, plain_json, read_metrics,
+)  # fmt: skip
 
 # %% auto #0
 __all__ = ['run_state', 'restore', 'checkpoint_job', 'Saves', 'open_run', 'to_resume_from', 'clean_saves', 'condition',

@@ -327,9 +327,8 @@ class Zero(SharedOut):
         config = deepspeed_config(self.stage, self.clip, self.given, compute=self.compute)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            self.ds = deepspeed.initialize(
-                model=self.module, optimizer=self.optimizer, config=config, dist_init_required=False
-            )[0]
+            how = {"config": config, "dist_init_required": False}
+            self.ds = deepspeed.initialize(model=self.module, optimizer=self.optimizer, **how)[0]
         some = next(p for p in self.module.parameters() if p.requires_grad)
         check_insides(self.ds.optimizer, _ZERO_3 if self.stage == 3 else _ZERO_12, "deepspeed")
         check_insides(some, ("ds_numel", "ds_active_sub_modules") if self.stage == 3 else ("_hp_mapping",), "deepspeed")
@@ -586,9 +585,8 @@ class Sharded(SharedOut):
             if p.requires_grad:
                 rows = -(-p.shape[0] // self.world)
                 start = int(min(rows * self.rank, p.shape[0]) * (p.numel() // max(1, p.shape[0])))
-                yield Shard(
-                    name, tuple(p.shape), start, p.data, self.optimizer.state[p], lambda x: _local(x).reshape(-1)
-                )
+                cut: Callable[[Tensor], Tensor] = lambda x: _local(x).reshape(-1)
+                yield Shard(name, tuple(p.shape), start, p.data, self.optimizer.state[p], cut)
 
 # %% ../../nbs/run/strategies.ipynb #643019a6
 def connect(name: str, precision: Precision) -> Strategy:

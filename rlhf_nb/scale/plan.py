@@ -10,16 +10,8 @@ from typing import Any, Literal, NamedTuple
 
 from ..core import ConfigError
 from rlhf_nb.scale.topology import (
-    Budget,
-    Job,
-    DecoderShape,
-    Split,
-    forward_rows,
-    predict_memory,
-    roles_of,
-    row_tokens,
-    decoder_shape,
-)
+    Budget, Job, DecoderShape, Split, forward_rows, predict_memory, roles_of, row_tokens, decoder_shape,
+)  # fmt: skip
 
 # %% auto #0
 __all__ = ['USABLE', 'MACHINE', 'ASSUMPTIONS', 'Plan', 'plan', 'smallest_group', 'sent_per_step', 'plans', 'plan_table']

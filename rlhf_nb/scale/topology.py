@@ -200,10 +200,8 @@ class Job:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}, but a run needs at least 1.")
         if self.lora is None and any("adapter" in held for held in self.models):
-            raise ConfigError(
-                "critic=hydra keeps all roles as adapters of one backbone, so it needs their rank: model.lora.r=16 "
-                "(of a Job: lora=16)."
-            )
+            one = "critic=hydra keeps all roles as adapters of one backbone, so it needs their rank"
+            raise ConfigError(f"{one}: model.lora.r=16 (of a Job: lora=16).")
 
     @property
     def info(self) -> MethodInfo:
@@ -424,10 +422,8 @@ class Split:
             raise ConfigError(f"offload is {self.offload!r}: use 'none', 'optimizer' or 'all'.")
         if self.stage < least:
             what = "the optimizer's numbers" if least == 1 else "weights, too,"
-            raise ConfigError(
-                f"offload={self.offload!r} moves {what} to the host, which stage {least} and above can; stage is "
-                f"{self.stage}."
-            )
+            able = f"which stage {least} and above can; stage is {self.stage}"
+            raise ConfigError(f"offload={self.offload!r} moves {what} to the host, {able}.")
 
     def part(self, from_stage: int) -> float:
         """The share of a GPU of what is split from this stage on."""

@@ -174,15 +174,11 @@ class RewardEntry(StrictConfig):
             home = next((k for k, own in _KINDS.items() if wrong[0] in own), kind)
             raise ValueError(f"{wrong[0]} goes with {home}, and this entry is {self.where}: leave it out.")
         if kind == "file" and self.fn is None:
-            raise ValueError(
-                f"file is {Path(str(self.file)).name}, but fn isn't set: name the function in it, "
-                f"{{file: ..., fn: NAME}}."
-            )
+            name = Path(str(self.file)).name
+            raise ValueError(f"file is {name}, but fn isn't set: name the function in it, {{file: ..., fn: NAME}}.")
         if kind == "fn" and not all(part.strip() for part in str(self.fn).partition(":")):
-            raise ValueError(
-                f"fn is {self.fn!r}: write package.module:function, or give the file, too: "
-                f"{{file: rewards.py, fn: NAME}}."
-            )
+            with_file = "give the file, too: {file: rewards.py, fn: NAME}"
+            raise ValueError(f"fn is {self.fn!r}: write package.module:function, or {with_file}.")
         if kind == "verify":
             try:
                 make_verifier(str(self.verify), self.options)
@@ -257,10 +253,8 @@ def import_module(name: str) -> ModuleType:
         raise ConfigError(f"module {name!r} can't be imported: {e}.") from e
     except (Exception, SystemExit) as e:
         file = traceback.extract_tb(e.__traceback__)[-1]
-        raise ConfigError(
-            f"module {name!r} can't be imported: {Path(file.filename).name}, line {file.lineno}: {type(e).__name__}: "
-            f"{e}."
-        ) from e
+        where = f"{Path(file.filename).name}, line {file.lineno}"
+        raise ConfigError(f"module {name!r} can't be imported: {where}: {type(e).__name__}: {e}.") from e
 
 
 def function_of(module: ModuleType, name: str, where: str) -> Any:
@@ -277,9 +271,8 @@ def function_of(module: ModuleType, name: str, where: str) -> Any:
     found = getattr(module, name, None)
     own = [k for k, v in vars(module).items() if inspect.isfunction(v) and not k.startswith("_")]
     if found is None:
-        raise ConfigError(
-            f"{where} has no function {name!r}. {did_you_mean(name, own, 'It has: ' + (', '.join(own) or 'none'))}"
-        )
+        hint = did_you_mean(name, own, f"It has: {', '.join(own) or 'none'}")
+        raise ConfigError(f"{where} has no function {name!r}. {hint}")
     if not callable(found) or inspect.isclass(found):
         raise ConfigError(
             f"{name!r} in {where} is a {type(found).__name__}, no function f(prompts, completions, **columns)."
@@ -465,10 +458,8 @@ def rewards_from(
             how: dict[str, Any] = {"aggregate": e.aggregate, "place": e.place, "name": e.name or "process"}
             made[i] = load_process_reward(e.process, device=device, token_budget=token_budget, **how, **trust)
     names = [getattr(e, "name", None) if isinstance(e, RewardEntry) else None for e in known]
-    fns = [
-        RewardModelFn(m, n or "reward_model", token_budget) if isinstance(m, RewardModel) else m
-        for m, n in zip(made, names)
-    ]
+    as_fn = lambda m, name: RewardModelFn(m, name or "reward_model", token_budget) if isinstance(m, RewardModel) else m
+    fns = list(map(as_fn, made, names))
     waits = [(e.timeout, e.retries or 0) if isinstance(e, RewardEntry) and e.url is None else (None, 0) for e in known]
     own = Rewards(fns).names
     return Rewards(

@@ -187,13 +187,9 @@ def joined_states(states: Tensor, layers: Sequence[int], pooled: int = 1) -> Ten
 
 
 def fit_head(
-    states: Tensor,
-    several: bool = False,
-    pooled: int = 1,
-    folds: int = FOLDS,
-    ridges: Sequence[float] = RIDGES,
+    states: Tensor, several: bool = False, pooled: int = 1, folds: int = FOLDS, ridges: Sequence[float] = RIDGES,
     pace: FitPace | None = None,
-) -> Fit:
+) -> Fit:  # fmt: skip
     """The linear head that predicts choices best, among layers and ridges.
 
     Args:
@@ -209,10 +205,8 @@ def fit_head(
     """
     depths, n = states.shape[:2]
     if n < 2 * folds:
-        raise ConfigError(
-            f"fit_head_pairs: {n} pairs are too few to fit a head ({2 * folds} at least): set it to 0, or give more "
-            "pairs."
-        )
+        few = f"fit_head_pairs: {n} pairs are too few to fit a head ({2 * folds} at least)"
+        raise ConfigError(f"{few}: set it to 0, or give more pairs.")
     part = torch.arange(n, device=states.device) % folds
     candidates = thirds(depths) if several else [(k,) for k in range(1, depths + 1)]
     best: tuple[float, tuple[int, ...], float, float] | None = None
@@ -258,13 +252,9 @@ class Fitted(NamedTuple):
 
 
 def fit_members(
-    states: Tensor,
-    seeds: Sequence[int],
-    layers: int | None = None,
-    several: bool = False,
-    pooled: int = 1,
+    states: Tensor, seeds: Sequence[int], layers: int | None = None, several: bool = False, pooled: int = 1,
     pace: FitPace | None = None,
-) -> Fitted:
+) -> Fitted:  # fmt: skip
     """A fitted head for each member of an ensemble.
 
     Args:

@@ -872,21 +872,11 @@ class OnlineTrainer(TextTrainer[_O]):
 
     @takes_trl
     def __init__(
-        self,
-        config: _O,
-        model: Any = None,
-        tokenizer: Any = None,
-        reward: Any = None,
-        rows: list[Row] | None = None,
-        eval_rows: list[Row] | None = None,
-        watch: dict[str, Any] | None = None,
-        reference: Any = None,
-        callbacks: Iterable[Callback] = (),
-        logged: Mapping[str, Any] | None = None,
-        tools: Sequence[Callable[..., Any]] | None = None,
-        environment: Any = None,
-        **options: Any,
-    ) -> None:
+        self, config: _O, model: Any = None, tokenizer: Any = None, reward: Any = None, rows: list[Row] | None = None,
+        eval_rows: list[Row] | None = None, watch: dict[str, Any] | None = None, reference: Any = None,
+        callbacks: Iterable[Callback] = (), logged: Mapping[str, Any] | None = None,
+        tools: Sequence[Callable[..., Any]] | None = None, environment: Any = None, **options: Any,
+    ) -> None:  # fmt: skip
         if "policy" in options:
             raise ConfigError("the policy is called model here, as in all trainers: write model=..., not policy=...")
         replies = environment is not None or tools is not None or config.episodes != EpisodeConfig()

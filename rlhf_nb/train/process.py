@@ -33,14 +33,10 @@ __all__ = ['StepConfig', 'ProcessConfig', 'LabelledSteps', 'Process', 'collate_s
 class StepConfig(StrictConfig):
     """Where steps end."""
 
-    separator: str = option(
-        "\n", "text at the end of each step but the last; rows get it where it is missing", min_length=1
-    )
+    separator: str = option("\n", "text that ends each step but the last; rows get it where it lacks", min_length=1)
     pattern: str | None = option(None, "regular expression; a step ends where a match ends, instead")
     token: str | None = option(None, "a token that ends each step, instead; rows get it after each step")
-    complete: bool = option(
-        True, "a row's last step ends its answer, and is judged at EOS; false: rows may stop anywhere"
-    )
+    complete: bool = option(True, "a row's last step ends its answer, judged at EOS; false: rows may stop anywhere")
 
     @model_validator(mode="after")
     def _can_be_found(self) -> StepConfig:
@@ -203,11 +199,8 @@ def process_report(values: Tensor, labels: Tensor, ends: Tensor, bins: int = 10)
         return out
     found, true = _first(v < 0.5, ends), _first(y < 0.5, ends)
     wrong = true < ends.shape[1]
-    shares = {
-        name: float((found == true)[rows].double().mean())
-        for name, rows in (("first_error", wrong), ("all_right", ~wrong))
-        if bool(rows.any())
-    }
+    kinds = {name: rows for name, rows in (("first_error", wrong), ("all_right", ~wrong)) if bool(rows.any())}
+    shares = {name: float((found == true)[rows].double().mean()) for name, rows in kinds.items()}
     if len(shares) == 2:
         a, b = shares.values()
         shares["first_error_f1"] = 2 * a * b / (a + b) if a + b else 0.0

@@ -29,19 +29,9 @@ from ..scoring.head import text_config
 from ..console import tell
 from ..models.layers import cut_body
 from rlhf_nb.train.fit_head import (
-    PIECE,
-    Fitted,
-    FitPace,
-    difference_states,
-    fit_members,
-    keep_fit,
-    kept_states,
-    pieces_of,
-    read_fit,
-    set_heads,
-    told_of,
-    weight_digest,
-)
+    PIECE, Fitted, FitPace, difference_states, fit_members, keep_fit, kept_states, pieces_of, read_fit, set_heads,
+    told_of, weight_digest,
+)  # fmt: skip
 from .registry import register
 from ..data.worlds import Row
 from .method import TextConfig, TextMethod, split_pairs, tokenize_rows
@@ -150,14 +140,9 @@ class Reward(TextMethod):
     config: RewardConfig
 
     def __init__(
-        self,
-        members: Sequence[RewardModel],
-        tokenizer: Any,
-        config: RewardConfig,
-        demonstrations: Sequence[Row] = (),
-        examples: Sequence[Row] = (),
-        to_fit: Sequence[Row] = (),
-    ) -> None:
+        self, members: Sequence[RewardModel], tokenizer: Any, config: RewardConfig, demonstrations: Sequence[Row] = (),
+        examples: Sequence[Row] = (), to_fit: Sequence[Row] = (),
+    ) -> None:  # fmt: skip
         super().__init__(None, tokenizer, config, RewardEnsemble(members, config.token_budget))
         self.members, self.demonstrations = list(members), list(demonstrations)
         self.examples, self.to_fit = list(examples), list(to_fit)

@@ -30,16 +30,8 @@ from ..models.load import load_causal_lm, load_tokenizer
 from ..judges.constitution import Constitution, ModelWriter
 from ..judges.constitution import critique_and_revise, drawn_principle, load_constitution
 from rlhf_nb.judges.judge import (
-    Agreement,
-    BothOrders,
-    Criteria,
-    FunctionJudge,
-    Judge,
-    JudgeTemplate,
-    Opinions,
-    Texts,
-    Verdicts,
-)
+    Agreement, BothOrders, Criteria, FunctionJudge, Judge, JudgeTemplate, Opinions, Texts, Verdicts,
+)  # fmt: skip
 from ..judges.judge import agreement, label_pairs, verdicts_of
 from ..judges.judge import judged_text as plain_text
 from ..judges.endpoint import EndpointConfig, EndpointJudge
