@@ -294,7 +294,7 @@ STORY = {
     "base: begins.": "An untrained model is made. It babbles.",
     "sft: begins.": "\n1. Pip imitates guides of all sorts. The loss is its surprise at their words, per token.",
     "reward: begins.": "\n2. A reward model learns what people like. Watch rewards/accuracies: how often it is right.",
-    "ppo: begins.": "\n3. Pip improves. objective/scores is the reward model's opinion, objective/kl how far Pip has moved.",
+    "ppo: begins.": "\n3. Pip improves. objective/scores is the reward model's opinion, objective/kl how far it moved.",
     "evaluate: begins.": "\nEvery model now answers the same questions, none of which was asked in training.",
 }
 
