@@ -299,7 +299,8 @@ def _learning(known: Known, config: Mapping[str, Any]) -> Concern:
     if found is None or not found.clear or found.high - found.now < 0.05 * abs(found.high):
         return "ok", f"loss {begin:.3g} at first, {recent(loss):.3g} now"
     now, span = max(-found.now, recent(loss)), f"steps {at[found.begin]:,.0f} to {at[found.end - 1]:,.0f}"
-    text, advice = f"the loss rose from {-found.high:.3g} ({span}) to {now:.3g}", "lower lr, or warm up longer"
+    text = f"the loss rose from {-found.high:.3g} ({span}) to {now:.3g}"
+    advice = "lower optimizer.lr, or warm up longer"
     if now <= begin:
         return "watch", f"{text}: {advice}"
     return "bad", f"{text}, above its beginning ({begin:.3g}): {advice}"
