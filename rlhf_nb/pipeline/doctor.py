@@ -46,7 +46,7 @@ from ..run.strategies import UNKNOWN, free_memory
 from ..scale.topology import Budget, Split, job_of, predict_memory, decoder_shape
 from ..train.entries import check_entries
 from ..train.method import tokenize_rows
-from ..train.online import OnlineConfig, rewarded
+from ..train.online_config import OnlineConfig, rewarded
 from ..train.registry import of
 from ..train.stage import with_proxy
 from ..data.rows import in_kind, parts_of, place_of, raw_rows, reading_of

@@ -33,7 +33,7 @@ from ..run.log import config_changes
 from ..run.state import clean_saves
 from ..scale.launch import check_launch, launch
 from ..train.method import tokenize_rows
-from ..train.online import OnlineConfig, load_reward, rewarded
+from ..train.online_config import OnlineConfig, load_reward, rewarded
 from ..train.ppo import PPOConfig
 from ..train.rlaif import RLAIFConfig
 from ..train.registry import MethodInfo, get, methods, on_register

@@ -15,7 +15,8 @@ from ..losses.kl import KLKind
 from ..losses.group import Level, Per, group_kl, group_surrogate
 from ..losses.process import group_step_advantages, move_to_steps
 from ..rollout.service import StepTicket
-from .online import KLPrice, OnlineConfig, OnlineMethod, OnlineTrainer, online_presets
+from .online import OnlineMethod, OnlineTrainer
+from .online_config import KLPrice, OnlineConfig, online_presets
 from .registry import register
 from ..data.worlds import Row
 from ..types import LossSum, PromptBatch, Rollout, along, host

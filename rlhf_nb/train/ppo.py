@@ -24,7 +24,8 @@ from ..rollout.episodes import Kind
 from .registry import register
 from .words import takes_trl
 from ..data.worlds import Row
-from .online import KLPrice, OnlineConfig, OnlineMethod, OnlineTrainer, as_rewards, online_presets
+from .online import OnlineMethod, OnlineTrainer
+from .online_config import KLPrice, OnlineConfig, as_rewards, online_presets
 from ..types import LossSum, PromptBatch, Rollout
 
 # %% auto #0

@@ -15,7 +15,8 @@ from ..core import ConfigError
 from ..losses.kl import KLKind
 from ..losses.group import group_surrogate
 from ..losses.process import move_to_steps
-from .online import KLPrice, OnlineConfig, OnlineMethod, OnlineTrainer, online_presets
+from .online import OnlineMethod, OnlineTrainer
+from .online_config import KLPrice, OnlineConfig, online_presets
 from .registry import register
 from ..types import LossSum, PromptBatch, Rollout, along
 
