@@ -13,34 +13,29 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from ..config import DataConfig, ModelConfig, OptimizerConfig, SamplingConfig, StrictConfig, option
 from ..core import CheckpointError, ConfigError, derive_seed, stops_at_once
 from ..data.sources import collate_prompts, tokenize_prompts
 from ..data.shapes import DataNote
-from ..data.worlds import toy_presets, world_of
 from ..evaluate.policy import OWN_NUMBERS, PolicyEval, evaluate, in_turns, shown_as
 from ..fast.engine import company_matters
 from ..fast.support import unwrapped
 from ..losses.group import truncated_weights
 from ..losses.kl import AdaptiveKL, FixedKL, kl_report
 from ..models.adapters import Reference
-from ..models.heads import RewardModel
-from ..decode.named import DecoderConfig
 from .decoders import sampler_for
 from .environments import played, with_environment
-from .entries import from_entries, has_entries, load_models
+from .entries import from_entries, has_entries
 from ..models.load import disable_dropout, using_adapter
-from ..rewards.base import RewardModelFn, Rewards, RolloutScorer, apply_eos_penalty
+from ..rewards.base import Rewards, RolloutScorer, apply_eos_penalty
 from ..rollout.backends import OurSampler, Request, Sampler, make_sampler, needs_scoring, sampling_metrics
-from ..rollout.episodes import EnvironmentReward, EpisodeConfig, Kind, episode_metrics
+from ..rollout.episodes import EpisodeConfig, Kind, episode_metrics
 from ..rollout.sampler import earlier, eval_mode
-from ..rollout.service import Rollouts, RolloutsConfig, Scored, StepTicket, future_of, staleness
+from ..rollout.service import Rollouts, Scored, StepTicket, future_of, staleness
 from ..rollout.workers import Drawn, Workers
 from ..run.callbacks import BudgetStop, Callback
 from ..run.checkpoint import split_state
@@ -48,10 +43,10 @@ from ..run.control import Control, setting
 from ..run.engine import Engine
 from ..scoring.check import self_check
 from ..data.worlds import Row
-from .method import TextConfig, TextMethod, frozen_parts
+from .method import TextMethod, frozen_parts
 from .trainer import TextTrainer
 from .words import takes_trl
-from .online_config import KLBudget, KLPrice, OnlineConfig, as_rewards, load_reward
+from .online_config import PLAIN, KLBudget, KLPrice, OnlineConfig, as_rewards, load_reward
 from .watched import held_out_rewards
 from ..types import PromptBatch, Rollout, along, host, within
 
@@ -214,7 +209,7 @@ class OnlineMethod(TextMethod):
         self.rewards.check_tokens(tokenizer)
         self.group, self.kl = config.num_generations, config.kl_controller() if isinstance(config, KLPrice) else None
         place: dict[str, Any] = {"device": config.device, "trust_remote_code": config.model.trust_remote_code}
-        how, plain = (config.decoder, rewards, self.name, self.imitates), config.decoder == DecoderConfig()
+        how, plain = (config.decoder, rewards, self.name, self.imitates), config.decoder == PLAIN
         self.sampler: Sampler = make_sampler(config.sampling) if plain else sampler_for(*how, **place)
         self.episodes = None if environment is None else played(self.sampler, environment, model, tokenizer, config)
         self.sampler = self.episodes or self.sampler
@@ -601,7 +596,7 @@ def check_workers(method: OnlineMethod) -> None:
         f"the policy is on {engine.device}, and they compute on CPUs": engine.device.type != "cpu" and not vllm,
         "each process that learns holds only a part of the weights": getattr(engine.strategy, "cuts_weights", False),
         "sampling.sampler=continuous has threads of its own": cfg.sampling.sampler == "continuous",
-        "decoder draws in more ways than one": cfg.decoder != DecoderConfig(), method.draws_besides: bool(method.draws_besides),
+        "decoder draws in more ways than one": cfg.decoder != PLAIN, method.draws_besides: bool(method.draws_besides),
     }  # fmt: skip
     why = next((k for k, on in wrong.items() if on), None)
     if why and (vllm or cfg.rollouts.workers):
