@@ -21,7 +21,7 @@ from ..sequential import ALPHA, LEAST, Fall, fall
 Known = Mapping[str, tuple[Floats, Floats]]  # metric -> steps, values
 
 # %% auto #0
-__all__ = ['Known', 'Concern', 'Check', 'CHECKS', 'Light', 'recent', 'fallen', 'gold_fit', 'health', 'health_of', 'lights_of',
+__all__ = ['Known', 'Concern', 'CHECKS', 'Light', 'recent', 'fallen', 'gold_fit', 'health', 'health_of', 'lights_of',
            'lights_told', 'LastWord']
 
 # %% ../../nbs/run/health.ipynb #775c19db
@@ -35,7 +35,7 @@ class Light:
 
 
 Concern = tuple[str, str] | None  # state and text; None: there is nothing to say
-Check = Callable[[Known, Mapping[str, Any]], Concern]  # of what is known, and the run's settings
+_Look = Callable[[Known, Mapping[str, Any]], Concern]  # of what is known, and the run's settings
 
 
 def recent(values: Floats, share: float = 0.1) -> float:
@@ -218,7 +218,7 @@ def _start(known: Known, config: Mapping[str, Any]) -> Concern:
     return "ok", "policy and reference part from one start" if at[0] == 1 else "policy and reference differ"
 
 # %% ../../nbs/run/health.ipynb #4de44276
-def _above(key: str, watch: float, bad: float, words: str, advice: str) -> Check:
+def _above(key: str, watch: float, bad: float, words: str, advice: str) -> _Look:
     """A light for a share that should be small."""
 
     def look(known: Known, config: Mapping[str, Any]) -> Concern:
@@ -345,7 +345,7 @@ def _stale(known: Known, config: Mapping[str, Any]) -> Concern:
     return ("ok", text) if share > 0.5 else ("watch" if share > 0.2 else "bad", f"{text}: lower rollouts.lag or lr")
 
 # %% ../../nbs/run/health.ipynb #07bfee79
-CHECKS: dict[str, Check] = {
+CHECKS: dict[str, _Look] = {
     "reward": _gold, "KL": _kl, "KL left": _left, "estimators": _estimators, "start": _start,
     "entropy": _entropy, "value": _value, "length": _length,
     "groups": _above("frac_reward_zero_std", 0.5, 0.85, "of the groups are dead (all answers got the same reward)",

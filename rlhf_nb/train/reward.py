@@ -100,8 +100,8 @@ class RewardConfig(TextConfig):
         keys += [] if self.train_body else ["train_body=false"]
         if self.model.lora is not None and keys:
             raise ValueError(
-                f"{keys[0]} and model.lora don't go together: an adapter trains the body, and is saved for the whole of "
-                "it. Leave one of them out."
+                f"{keys[0]} and model.lora don't go together: an adapter trains the body, and is saved for all of it. "
+                "Leave one of them out."
             )
         return self
 
