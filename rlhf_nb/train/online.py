@@ -46,7 +46,7 @@ from ..data.worlds import Row
 from .method import TextMethod, frozen_parts
 from .trainer import TextTrainer
 from .words import takes_trl
-from .online_config import PLAIN, KLBudget, KLPrice, OnlineConfig, as_rewards, load_reward
+from .online_config import PLAIN_DECODER, KLBudget, KLPrice, OnlineConfig, as_rewards, load_reward
 from .watched import held_out_rewards
 from ..types import PromptBatch, Rollout, along, host, within
 
@@ -209,7 +209,7 @@ class OnlineMethod(TextMethod):
         self.rewards.check_tokens(tokenizer)
         self.group, self.kl = config.num_generations, config.kl_controller() if isinstance(config, KLPrice) else None
         place: dict[str, Any] = {"device": config.device, "trust_remote_code": config.model.trust_remote_code}
-        how, plain = (config.decoder, rewards, self.name, self.imitates), config.decoder == PLAIN
+        how, plain = (config.decoder, rewards, self.name, self.imitates), config.decoder == PLAIN_DECODER
         self.sampler: Sampler = make_sampler(config.sampling) if plain else sampler_for(*how, **place)
         self.episodes = None if environment is None else played(self.sampler, environment, model, tokenizer, config)
         self.sampler = self.episodes or self.sampler
@@ -596,7 +596,8 @@ def check_workers(method: OnlineMethod) -> None:
         f"the policy is on {engine.device}, and they compute on CPUs": engine.device.type != "cpu" and not vllm,
         "each process that learns holds only a part of the weights": getattr(engine.strategy, "cuts_weights", False),
         "sampling.sampler=continuous has threads of its own": cfg.sampling.sampler == "continuous",
-        "decoder draws in more ways than one": cfg.decoder != PLAIN, method.draws_besides: bool(method.draws_besides),
+        "decoder draws in more ways than one": cfg.decoder != PLAIN_DECODER,
+        method.draws_besides: bool(method.draws_besides),
     }  # fmt: skip
     why = next((k for k, on in wrong.items() if on), None)
     if why and (vllm or cfg.rollouts.workers):

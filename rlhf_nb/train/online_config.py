@@ -23,7 +23,7 @@ from .method import TextConfig
 from .watched import RewardPart, entries_as_rewards, with_watched
 
 # %% auto #0
-__all__ = ['PLAIN', 'online_presets', 'KLBudget', 'KLPrice', 'OnlineConfig', 'load_reward', 'as_rewards', 'rewarded']
+__all__ = ['PLAIN_DECODER', 'online_presets', 'KLBudget', 'KLPrice', 'OnlineConfig', 'load_reward', 'as_rewards', 'rewarded']
 
 # %% ../../nbs/train/online_config.ipynb #628aa002
 def online_presets(folder: str, lr: float = 1e-3, **more: Any) -> dict[str, dict[str, Any]]:
@@ -68,7 +68,7 @@ class KLPrice(KLBudget):
         return self
 
 
-PLAIN = DecoderConfig()  # the sampler alone
+PLAIN_DECODER = DecoderConfig()  # the sampler alone
 
 
 class OnlineConfig(RewardPart, TextConfig):
@@ -78,7 +78,7 @@ class OnlineConfig(RewardPart, TextConfig):
     model: ModelConfig = option(ModelConfig(), "the policy: the SFT model")
     data: DataConfig = option(DataConfig(), "prompts; further columns go to the reward functions")
     sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="how answers are drawn")
-    decoder: DecoderConfig = option(PLAIN, "how answers are drawn: plain; raft, online-dpo: best_of_n:16")
+    decoder: DecoderConfig = option(PLAIN_DECODER, "how answers are drawn: plain; raft, online-dpo: best_of_n:16")
     episodes: EpisodeConfig = option(EpisodeConfig(), "an environment that replies to the policy, tools, and limits")
     rollouts: RolloutsConfig = option(RolloutsConfig(), "how far drawing runs ahead of learning while rewards wait")
     optimizer: OptimizerConfig = option(OptimizerConfig(eps=1e-5), "the optimizer and its schedule")
