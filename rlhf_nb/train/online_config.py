@@ -13,17 +13,19 @@ from ..config import DataConfig, ModelConfig, OptimizerConfig, SamplingConfig, S
 from ..core import ConfigError
 from ..data.worlds import toy_presets, world_of
 from ..decode.named import DecoderConfig
-from ..losses.kl import FixedKL
+from ..losses.kl import AdaptiveKL, FixedKL
 from ..models.heads import RewardModel
 from ..rewards.base import RewardModelFn, Rewards
 from ..rollout.episodes import EnvironmentReward, EpisodeConfig, Kind
 from ..rollout.service import RolloutsConfig
+from ..run.control import Control
 from .entries import from_entries, load_models
 from .method import TextConfig
 from .watched import RewardPart, entries_as_rewards, with_watched
 
 # %% auto #0
-__all__ = ['PLAIN_DECODER', 'online_presets', 'KLBudget', 'KLPrice', 'OnlineConfig', 'load_reward', 'as_rewards', 'rewarded']
+__all__ = ['PLAIN_DECODER', 'online_presets', 'KLBudget', 'KLPrice', 'kl_controls', 'OnlineConfig', 'load_reward', 'as_rewards',
+           'rewarded']
 
 # %% ../../nbs/train/online_config.ipynb #628aa002
 def online_presets(folder: str, lr: float = 1e-3, **more: Any) -> dict[str, dict[str, Any]]:
@@ -66,6 +68,15 @@ class KLPrice(KLBudget):
                 f"kl_warmup_steps is {self.kl_warmup_steps}, but kl_coef is 0: set kl_coef, or leave it out."
             )
         return self
+
+
+def kl_controls(kl: FixedKL) -> dict[str, Control]:
+    """The price of a nat, and the KL to hold where the price adapts, as what a person may set while a run goes on."""
+    adapts = isinstance(kl, AdaptiveKL)  # then the price is multiplied: from 0 it would never move
+    found = {"kl_coef": Control(lambda: kl.coef, lambda v: setattr(kl, "coef", v), 1e-6 if adapts else 0.0, 10.0)}
+    if isinstance(kl, AdaptiveKL):
+        found["kl_target"] = Control(lambda: kl.target, lambda v: setattr(kl, "target", v), 0.01, 1000.0)
+    return found
 
 
 PLAIN_DECODER = DecoderConfig()  # the sampler alone
