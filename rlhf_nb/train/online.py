@@ -47,14 +47,8 @@ from .method import TextMethod, frozen_parts
 from .trainer import TextTrainer
 from .words import takes_trl
 from rlhf_nb.train.online_config import (
-    PLAIN_DECODER,
-    KLBudget,
-    KLPrice,
-    OnlineConfig,
-    as_rewards,
-    kl_controls,
-    load_reward,
-)
+    PLAIN_DECODER, KLBudget, KLPrice, OnlineConfig, as_rewards, kl_controls, load_reward,
+)  # fmt: skip
 from .watched import held_out_rewards
 from ..types import PromptBatch, Rollout, along, host, within
 
