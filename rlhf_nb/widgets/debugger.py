@@ -65,15 +65,13 @@ def feature_differences(model: RewardModel, rows: Sequence[Row], tokenizer: Any)
 
     Raises:
         ConfigError: another kind of head.
-        DataError: pairs whose answers are the same tokens, or empty.
+        DataError: no pairs, or some whose answers are the same tokens, or empty.
     """
     if model.head.kind != "linear":
         raise ConfigError("the head has two layers, so a reward is no sum over features: train with head=linear.")
     tokens = tokenize_preferences(rows, tokenizer, warn=False) if rows else []
-    if len(tokens) != len(rows):
-        raise DataError(f"{len(rows) - len(tokens)} of {len(rows)} pairs differ in nothing that the model reads.")
-    if not rows:
-        return torch.zeros(0, model.head.last.in_features)
+    if len(tokens) != len(rows) or not rows:
+        raise DataError(f"{len(tokens)} of {len(rows)} pairs differ in what the model reads: give two answers each.")
     with eval_mode(model), model.speaking():
         return difference_states(model.decoder, tokens, model.pooling, False, 4096)[0].float().cpu()
 
@@ -138,8 +136,8 @@ def refit_head(model: RewardModel, old: Tensor, new: Tensor, held_out: Tensor) -
     before, without, after = map(right, (model.head.last.weight.detach()[0], alone, fitted))
     with torch.no_grad():
         model.head.last.weight.copy_(fitted[None])
-    shares = (share_interval(x.tolist()) for x in (before, without, after))
-    return Refit(len(new), *shares, mean_interval((after - without).tolist()))
+    told = [share_interval(x.tolist()) for x in (before, without, after)]
+    return Refit(len(new), told[0], told[1], told[2], mean_interval((after - without).tolist()))
 
 # %% ../../nbs/widgets/debugger.ipynb #rd0716d9
 class RewardDebugger:
