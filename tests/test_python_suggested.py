@@ -110,7 +110,7 @@ RUN: dict[str, str] = {  # a suggestion, and lines that hold it; of a fence, and
     "list(...)": "list(iter(toy.sft_rows(2, 0)))", "read_rows(path)": "path = 'rows.jsonl'; open(path, 'w').write('{\"text\": \"Owls.\"}')\n",
     "make_pairs(prompts, policies)": "from rlhf_nb.widgets.collect import make_pairs\nprompts, policies = ['p'], {'a': ['x'], 'b': ['y']}\n",
     "from rlhf_nb import Dashboard": "", "Dashboard(X)": SFT + "from rlhf_nb import Dashboard\ntrainer.fit(); Dashboard('run')",
-    "rescore([sample], model, tokenizer)": GRPO + "from rlhf_nb.widgets.samples import read_samples, tokens_html, rescore\nGRPOTrainer(config, model, tokenizer, reward=short, rows=toy.train_prompts(8)).fit()\nsample = read_samples('run')[0]; assert tokens_html(rescore([sample], model, tokenizer)[0], by='entropy')",
+    "rescore([row], model, tokenizer)": GRPO + "from rlhf_nb.widgets.samples import read_samples, tokens_html, rescore\nGRPOTrainer(config, model, tokenizer, reward=short, rows=toy.train_prompts(8)).fit()\nsample = read_samples('run')[0]; assert tokens_html(rescore([sample], model, tokenizer)[0], by='entropy')",
 }  # fmt: skip
 ELSEWHERE = {  # what another file runs: its name, and the words that do
     'fork("runs/ppo", 40, kl_coef=0.05)': ("tests/test_fork.py", "fork("), 'rlhf_nb.push_to_hub("runs/grpo", "owner/name")': ("tests/test_hub_push.py", "push_to_hub(run"),

@@ -79,7 +79,7 @@ def feature_differences(model: RewardModel, rows: Sequence[Row], tokenizer: Any)
 def pairs_like(
     row: Row, at: int, model: RewardModel, tokenizer: Any, known: Tensor, n: int = 10
 ) -> list[tuple[int, float]]:
-    """The pairs that have the largest say about a token: whose answers differ as the answer does from itself without it.
+    """The pairs with the largest say about a token: whose answers differ as the answer does from itself without it.
 
     Args:
         row: of `read_samples`.

@@ -253,7 +253,7 @@ def _known(row: Mapping[str, Any], by: str | None) -> tuple[Measure, dict[str, l
     name = by or next(iter(there))
     if name in ("entropy", "update") and name not in there:
         raise DataError(
-            f"{name} isn't in samples.jsonl: rescore([sample], model, tokenizer) of rlhf_nb.widgets.samples measures it."
+            f"{name} isn't in samples.jsonl: rescore([row], model, tokenizer) of rlhf_nb.widgets.samples measures it."
         )
     check_choice("this sample's measure", name, tuple(there), DataError)
     return next(m for m in TOKEN_MEASURES if m.name == name), there
