@@ -319,9 +319,16 @@ def test_nothing_to_hide_is_said(tmp_path: Path) -> None:
         t = make("raft", tmp_path, 1, lambda prompts, completions: [float(len(c)) for c in completions], steps=3)
         t.method.finish_step = lambda step: time.sleep(0.6)  # the rest of a step is slow
         t.fit()
+    with pytest.warns(UserWarning, match=r"lag=0 is [\d.e-]+ s a step faster, which scoring older answers takes"):
+        t = make(
+            "rloo", tmp_path / "rloo", 1, lambda prompts, completions: [float(len(c)) for c in completions], steps=3
+        )
+        t.method.finish_step = lambda step: time.sleep(0.6)
+        t.fit()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         make("raft", tmp_path / "none", 0)
+        make("raft", tmp_path / "workers", 1, model, rollouts={"lag": 1, "workers": 1})  # which draw meanwhile
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -92,9 +92,6 @@ class ReasoningGym:
         answers = re.findall(r"<answer>(.*?)</answer>", turn.text, re.DOTALL) or [turn.text]
         return Step(reward=float(self.puzzles.score_answer(answers[-1].strip(), self.puzzles[0])), done=True)
 
-    def close(self) -> None:
-        """Nothing to do."""
-
 
 _turn = threading.Lock()  # TextArena's games draw from Python's own generator, which all of them share
 
@@ -135,6 +132,3 @@ class TextArena:
                 return Step(reward=float((self.env.close()[0] or {}).get(0, 0.0)), done=True)
             before, self.told = self.told, str(self.env.get_observation()[1])
         return Step(self.told.removeprefix(before).strip() or "Go on.")
-
-    def close(self) -> None:
-        """Nothing to do."""

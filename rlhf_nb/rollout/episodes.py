@@ -72,7 +72,7 @@ class Environment(Protocol):
         """Answer to a turn."""
 
     def close(self) -> None:
-        """End; called once, whatever happened."""
+        """End; called once, whatever happened. It may be left out."""
 
 
 class EpisodeConfig(StrictConfig):
@@ -143,7 +143,7 @@ def environment_kind(make: Callable[[], Any] | None, tools: Iterable[Callable[..
     Raises:
         ConfigError: it can't be made, has no `reset`, or offers nothing to do; or a tool can't be described.
     """
-    name, made, ours = name or str(getattr(make, "__name__", make)), None, False
+    name, made, ours = name or str(getattr(getattr(make, "func", make), "__name__", make)), None, False
     if make is not None:
         if not callable(make):
             raise ConfigError(f"environment {name!r} is an object, but each episode needs its own: give the class.")
@@ -151,8 +151,8 @@ def environment_kind(make: Callable[[], Any] | None, tools: Iterable[Callable[..
             made = make()
         except Exception as e:
             raise ConfigError(
-                f"environment {name!r} can't be made without arguments ({type(e).__name__}: {e}): give a function that "
-                "makes one, such as functools.partial(CLASS, ...)."
+                f"environment {name!r} can't be made ({type(e).__name__}: {e}): its arguments are episodes.options, or "
+                "in Python those of functools.partial(CLASS, ...)."
             ) from e
         if not callable(getattr(made, "reset", None)):
             raise ConfigError(
@@ -409,16 +409,19 @@ class Episodes(Sampler):
 
     def _try_reset(self, kind: Kind, row: Row) -> None:
         """See whether `reset` gives a prompt to a row without one."""
-        seat, limit = _Seat(kind, self.config.call_seconds), self.config.call_seconds
+        seat, limit, waits = _Seat(kind, self.config.call_seconds), self.config.call_seconds, Waits()
+        waits.begin(kind, partial(seat.open, {k: v for k, v in row.items() if k != "prompt"}, 0), limit)
+        [(_, said, _)] = waits.arrived()
         try:
-            said = begin(partial(seat.open, {k: v for k, v in row.items() if k != "prompt"}, 0), limit).result(limit)
-            _said(said, False)
-        except Exception as e:
-            raise DataError(f"environment {kind.name!r} doesn't begin: reset raised {type(e).__name__}: {e}.") from e
-        if not said:
+            why: Any = said if isinstance(said, BaseException) else None if _said(said or None, False) else "nothing"
+        except TypeError as e:
+            why = e
+        if why is not None:
+            why = f"{type(why).__name__}: {why}" if isinstance(why, BaseException) else "it says nothing"
+            none = f"reset of environment {kind.name!r} gives none ({why})" if kind.make else "no environment gives one"
             raise DataError(
-                f"a row has no prompt, and reset of environment {kind.name!r} says nothing either, so there is nothing "
-                "to answer: give rows a column prompt, or let reset return one."
+                f"a row has no prompt, and {none}, so there is nothing to answer: give rows a column prompt, or let "
+                "reset return one."
             )
         if callable(close := getattr(seat.made, "close", None)):
             begin(close, limit)
@@ -560,13 +563,12 @@ class Episodes(Sampler):
     def _draw(self, model: nn.Module, request: Request, ready: list[_Episode]) -> None:
         """The next turn of some episodes, in one batch, or in two where the longest row and the longest turn together
         pass the window."""
-        rooms = [self._room(e, request.sampling) for e in ready]
-        most = max(rooms)
+        most = max(self._room(e, request.sampling) for e in ready)
         long = [e for e in ready if len(e.prompt) + len(e.ids) + most > self.window]
         if long:
             self._draw(model, request, long)
             ready = [e for e in ready if e not in long]
-            rooms = [self._room(e, request.sampling) for e in ready]
+        rooms = [self._room(e, request.sampling) for e in ready]
         rows = [e.prompt + e.ids for e in ready]
         batch = PromptBatch.from_lists(rows, [e.messages for e in ready], pad_id=pad_id(self.tokenizer))
         batch.uid = torch.tensor([e.uid for e in ready])
