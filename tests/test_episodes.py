@@ -738,7 +738,9 @@ def test_rows_of_a_file_need_no_prompt_where_reset_gives_one(how: str, tmp_path:
         tmp_path / "rows.jsonl",
         {"whole": [], "streamed": ["data.streaming=true"]}.get(how, ["data.eval_size=2"]),
     )
-    rows: list[Any] = [{"animal": a} for a in ("owl", "bee", "frog", "wolf")] + [{"prompt": "Guess!", "animal": "cat"}]
+    rows: list[Any] = [{"animal": a} for a in ("owls", "bees", "frogs", "wolves")] + [
+        {"prompt": "Guess!", "animal": "owls"}
+    ]
     file.write_text("".join(json.dumps(r) + "\n" for r in rows))
     words = [
         "--toy", "steps=3", "mini_batch_size=4", "num_generations=2", "console=false", "device=cpu", f"data.path={file}",
@@ -758,7 +760,7 @@ def test_rows_of_a_file_need_no_prompt_where_reset_gives_one(how: str, tmp_path:
         assert "the columns are" not in found
         for name, environment, sentence in (
             ("promt", ["episodes.environment=twenty-questions"], "Did you mean 'prompt' by 'promt'?"),
-            ("animal", ["reward=" + str(tmp_path)], "row 0: the columns are animal, but one of the formats needs"),
+            ("animal", ["rewards=[{verify: number}]"], "row 0: the columns are animal, but one of the formats needs"),
         ):
             file.write_text(json.dumps({name: "owl"}) + "\n")
             said_of = " ".join(call("grpo", *words, "--overwrite", *environment, code=1).split())

@@ -497,7 +497,6 @@ class Episodes(Sampler):
         new = list[_Episode]()
         for e, said in heard:
             ready.append(e)
-            told = list[Message]()
             try:
                 failed = isinstance(said, BaseException)
                 told = [] if failed else _said(said or None, bool(e.seat.kind.schemas))
