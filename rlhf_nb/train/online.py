@@ -555,9 +555,14 @@ class OnlineMethod(TextMethod):
             said = self.rollouts.said(self.ticket)
         self.rewards.stats, self.rewards.steps = said.stats, said.steps
         now, before = time.monotonic(), self._taken
-        lag, hides = self.config.rollouts.lag, self.rollouts.workers is not None or said.seconds >= 0.05 * (now - before)
+        lag, hides = (
+            self.config.rollouts.lag,
+            self.rollouts.workers is not None or said.seconds >= 0.05 * (now - before),
+        )
         if lag and not hides and self.ticket.number == lag + 1:
-            slower = f"{self._older:.2g} s a step faster, which scoring older answers takes" if self._older else "as fast"
+            slower = (
+                f"{self._older:.2g} s a step faster, which scoring older answers takes" if self._older else "as fast"
+            )
             warnings.warn(
                 f"rollouts.lag is {lag}, but the rewards of a step took {said.seconds:.2g} s of its {now - before:.2g} "
                 f"s, so there is little to hide, and answers are learnt from that are older: lag=0 is {slower}.",
