@@ -944,7 +944,8 @@ class OnlineTrainer(TextTrainer[_O]):
         replies = environment is not None or tools is not None or config.episodes != EpisodeConfig()
         kinds = with_environment(config.episodes, environment, tools) if replies else None
         pays = kinds is not None and any(kind.pays for kind in kinds.values())
-        self.kind = "episode" if any(x.make for x in (kinds or {}).values()) else "prompt"  # type: ignore[misc, assignment]
+        opens = any(kind.make for kind in (kinds or {}).values())
+        self.kind = "episode" if opens else "prompt"  # type: ignore[misc, assignment]
         if reward is None and (config.reward is not None or config.rewards or not pays):
             reward, gold = load_reward(config)
             watch = gold if watch is None else watch
