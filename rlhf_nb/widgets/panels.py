@@ -92,7 +92,7 @@ def _unfold(spec: Spec, names: list[str]) -> list[Spec]:
     shown = {key for lines in elsewhere for keys in lines for key in keys.split()}
     shown |= {"perf/rss_mb", "perf/cuda_peak_mb"}
     kept = [n for n in names if n.startswith(pattern[:-1]) and not n.endswith(("_stderr", "_std")) and n not in shown]
-    if pattern in ("loss/*", "rewards/*"):
+    if pattern in ("loss/*", "rewards/*", "rollout/stopped/*"):
         return [Spec(spec.title, {n[len(pattern) - 1 :]: n for n in kept[:6]})] if kept else []
     return [Spec(n, {n.split("/", 1)[1]: n}) for n in kept[:12]]
 
