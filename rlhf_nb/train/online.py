@@ -240,12 +240,14 @@ class OnlineMethod(TextMethod):
         self._collected: dict[str, float] = {}
         self._samples: list[dict[str, Any]] = []
         self._warned = False
+        self.draws = "transformers" if config.sampling.sampler == "continuous" else "ours"
         if (vllm := config.rollouts.vllm) is not None:
             from rlhf_nb.rollout.vllm import Vllm
 
             self.besides = Vllm(vllm, config.rollouts.vllm_options).instead_of(self.sampler, model)
+            self.draws = Vllm.name
         self.ahead = self.rollouts if config.rollouts.lag or config.rollouts.workers or vllm else None
-        self.temperature, self._taken = config.sampling.temperature, math.nan
+        self.temperature, self._taken, self._older = config.sampling.temperature, math.nan, 0.0
 
     @abstractmethod
     def advantages(self, r: Rollout) -> Rollout:
@@ -320,8 +322,10 @@ class OnlineMethod(TextMethod):
         cfg = self.config
         again = needs_scoring(r, cfg.old_logps, self.sampler, self.engine.precision.compute_dtype)
         stale = self.ticket is not None and self.ticket.version < self.ticket.number
-        again |= stale and cfg.old_logps == "auto" and not self.imitates  # the clip bounds this step, weights the rest
-        r.old_logps, r.values = self.old_logps_and_values(r, again)
+        older = stale and cfg.old_logps == "auto" and not (again or self.imitates)  # the clip bounds this step only
+        begun = time.monotonic()
+        r.old_logps, r.values = self.old_logps_and_values(r, again or older)
+        self._older = older * (time.monotonic() - begun)
         if self.reference is not None:
             temperature, budget = cfg.sampling.temperature, cfg.token_budget
             r.ref_logps = self.reference.logps(r, temperature=temperature, token_budget=budget)
@@ -442,10 +446,11 @@ class OnlineMethod(TextMethod):
             said = self.rollouts.said(self.ticket)
         self.rewards.stats, self.rewards.steps = said.stats, said.steps
         now, lag = time.monotonic(), self.config.rollouts.lag
-        took = now - self._taken
-        if lag and said.seconds < 0.05 * took and self.ticket.number == lag + 1:
+        took, dear = now - self._taken, f"{self._older:.2g} s a step faster, which scoring older answers takes"
+        hides = self.rollouts.workers is not None or said.seconds >= 0.05 * took
+        if lag and not hides and self.ticket.number == lag + 1:
             share = f"the rewards of a step took {said.seconds:.2g} s of its {took:.2g} s, so there is little to hide"
-            older = "and answers are learnt from that are older: lag=0 is as fast."
+            older = f"and answers are learnt from that are older: lag=0 is {dear if self._older else 'as fast'}."
             warnings.warn(f"rollouts.lag is {lag}, but {share}, {older}", stacklevel=5)
         self._taken = now
         return said.scores, said.parts
@@ -599,7 +604,7 @@ def check_lag(method: OnlineMethod) -> None:
     if method.draws_besides:
         raise ConfigError(f"rollouts.lag is {lag}, but {method.draws_besides}: set rollouts.lag=0.")
     name = next((n for n, fn in zip(method.rewards.names, fns) if holds_model(fn)), None)
-    if name is not None or all(isinstance(fn, RolloutScorer) for fn in fns):
+    if method.rollouts.workers is None and (name or all(isinstance(fn, RolloutScorer) for fn in fns)):
         what = f"the reward {name!r} is computed by" if name else "no reward is asked for outside of"
         warnings.warn(
             f"rollouts.lag is {lag}, but {what} this process, so there is no waiting to hide: nothing is gained, and "
@@ -740,6 +745,8 @@ class OnlineTrainer(TextTrainer[_O]):
         replies = environment is not None or tools is not None or config.episodes != EpisodeConfig()
         kinds = with_environment(config.episodes, environment, tools) if replies else None
         pays = kinds is not None and any(kind.pays for kind in kinds.values())
+        opens = any(kind.make for kind in (kinds or {}).values())
+        self.kind = "episode" if opens else "prompt"  # type: ignore[misc, assignment]
         if reward is None and (config.reward is not None or config.rewards or not pays):
             reward, gold = load_reward(config)
             watch = gold if watch is None else watch
