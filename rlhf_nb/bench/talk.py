@@ -53,7 +53,11 @@ class Manner:
 
 
 def read_generation(place: ModelConfig) -> dict[str, Any]:
-    """The settings in a model's `generation_config.json` that differ from those of all models; {} where it has none."""
+    """The settings in a model's `generation_config.json` that differ from those of all models; {} where it has none.
+
+    Raises:
+        ModelError: they are no settings.
+    """
     from transformers import GenerationConfig
 
     if model_world(place.name_or_path):
@@ -65,7 +69,16 @@ def read_generation(place: ModelConfig) -> dict[str, Any]:
         found = pretrained(GenerationConfig, where, "generation config", revision=place.revision)
     except ModelError:
         return {}  # adapters and models that were saved by hand have none
-    return dict(found.to_diff_dict())
+    told = dict(found.to_diff_dict())
+    ends = told.get("eos_token_id")
+    numbers = [*(ends if isinstance(ends, list) else [ends]), *map(told.get, (*_OTHERS, "max_new_tokens"))]
+    try:
+        SamplingConfig(**{k: told[k] for k in _OURS if told.get("do_sample") and told.get(k) not in (None, 0)})
+        if wrong := [x for x in numbers if not isinstance(x, int | float | None)]:
+            raise ConfigError(f"{wrong[0]!r:.60} is no number.")
+    except ConfigError as e:
+        raise ModelError(f"generation_config.json of {where} can't be obeyed: {e} Mend or delete that file.") from e
+    return told
 
 
 def manner_of(

@@ -62,9 +62,8 @@ def serve_command(
             page=page, feedback=feedback,
         )  # fmt: skip
         if not settings.models:
-            raise ConfigError(
-                f"no model is named, so there is nothing to serve. Type: {me()} serve smollm2, or a folder."
-            )
+            none = "no model is named, so there is nothing to serve"
+            raise ConfigError(f"{none}. Type: {me()} serve smollm2, or a folder.")
         if plan:
             tell(memory_told(settings), err=False)
         else:
@@ -86,7 +85,7 @@ def feedback_command(
     kind: str = typer.Option("pairs", "--as", help="of --export: pairs (reward models, DPO) or kto"),
     heads: bool = typer.Option(False, "--heads", help="count heads: no limits, no reliabilities, outliers stay"),
     most: int = typer.Option(None, "--most", min=1,
-        help="votes of one user; default: three times the median user's, at least 20"),
+        help="votes of one user; default: three times what the user of the median vote has, at least 20"),
     scrub: bool = typer.Option(False, "--scrub",
         help="of --export: replace e-mail addresses, phone numbers, ... (needs presidio-analyzer)"),
     names: bool = typer.Option(False, "--names",

@@ -71,11 +71,12 @@ def limited(votes: Sequence[Vote], most: int | None = None) -> list[Vote]:
 
     Args:
         votes: of all users.
-        most: None: three times the median user's, and at least 20.
+        most: None: three times as many as the user of the median vote has, and at least 20.
     """
     counts = Counter(v.user for v in votes)
     if most is None:
-        most = max(20, 3 * math.ceil(median(counts.values()))) if counts else 20
+        usual = [min(n, 3 * math.ceil(median(counts.values()))) for n in counts.values()]
+        most = max(20, 3 * math.ceil(median(n for n in usual for _ in range(n)))) if counts else 20
     kept = set()
     for user, n in counts.items():
         mine = [v.id for v in votes if v.user == user]
@@ -91,11 +92,6 @@ class VoteEstimate(NamedTuple):
 
     right: dict[str, float]  # by user: how often they are right
     belief: dict[str, float]  # by item: probability that its first answer is better, or the thumb should be up
-
-
-def _logit(p: np.ndarray) -> np.ndarray:
-    """Log-odds."""
-    return np.asarray(np.log(p / (1 - p)))
 
 
 def dawid_skene(
@@ -123,7 +119,7 @@ def dawid_skene(
     n, (a, b) = np.bincount(who, minlength=len(users)), prior
     right, belief = np.full(len(users), a / (a + b)), np.full(len(items), 0.5)
     for _ in range(steps):
-        odds = known + np.bincount(what, side * _logit(right)[who], minlength=len(items))
+        odds = known + np.bincount(what, side * np.log(right / (1 - right))[who], minlength=len(items))
         belief = 1 / (1 + np.exp(-np.clip(odds, -50, 50)))
         agrees = np.where(side > 0, belief[what], 1 - belief[what])
         new = (a + np.bincount(who, agrees, minlength=len(users))) / (a + b + n)
@@ -190,7 +186,7 @@ class User:
         name: the hash in the store.
         votes: that counted, after the limit.
         cut: votes beyond the limit.
-        right: how often they are right, estimated.
+        right: how often they are right, estimated, and pulled to the mean of all as far as chance allows.
         agree: share of their votes that the others' belief shares; NaN where the others have none.
         z: of agreement against a coin; 0 where nothing can be said.
         outlier: worse than a coin, beyond chance; their votes are left out.
@@ -232,6 +228,18 @@ def _against_a_coin(
     }
 
 
+def _shrunk(right: Mapping[str, float], votes: Mapping[str, int], bad: set[str]) -> dict[str, float]:
+    """Reliabilities of all users; those of believed ones pulled to their mean, as far as chance explains their spread.
+
+    Source: Efron and Morris, "Stein's estimation rule and its competitors" (1973).
+    """
+    good = {u: r for u, r in right.items() if r > 0.5 and u not in bad}
+    mean = sum(votes[u] * r for u, r in good.items()) / max(1, sum(votes[u] for u in good))
+    spread = sum(votes[u] * (r - mean) ** 2 for u, r in good.items())
+    real = max(0.0, 1 - mean * (1 - mean) * len(good) / spread) if spread else 0.0
+    return {**right, **{u: mean + (r - mean) * real for u, r in good.items()}}
+
+
 def _worse_than_a_coin(z: Mapping[str, float], level: float) -> set[str]:
     """Users whose agreement is below a coin's, by Holm's procedure at a level for all together."""
     adjusted = holm([NormalDist().cdf(value) for value in z.values()])
@@ -254,13 +262,9 @@ class Aggregate:
 
 
 def aggregate(
-    said: Sequence[Feedback],
-    most: int | None = None,
-    robust: bool = True,
-    model: bool = True,
-    level: float = 0.05,
+    said: Sequence[Feedback], most: int | None = None, robust: bool = True, model: bool = True, level: float = 0.05,
     rounds: int = 4,
-) -> Aggregate:
+) -> Aggregate:  # fmt: skip
     """Feedback as rows to train on: each item's winner by votes, weighed by how reliable users are; outliers left out.
 
     Args:
@@ -294,6 +298,7 @@ def aggregate(
         bad = _worse_than_a_coin({u: value for u, (_, value) in z.items()}, level)
         if not model:
             break
+    right = _shrunk(right, counts, bad)
     users = [User(u, n, all_counts[u] - n, right[u], *z.get(u, (math.nan, 0.0)), u in bad) for u, n in counts.items()]
     weights = {u.name: u.weight if robust else 1.0 for u in users}
     left["by outliers"] = sum(u.votes for u in users if u.outlier)
@@ -322,13 +327,8 @@ def _rows(
             undecided += len(mine)
             continue
         won, ids = sum((v.side > 0) == (odds > 0) for v in mine), [v.id for v in mine]
-        row = {
-            "prompt": x.prompt,
-            "votes": won,
-            "against": len(mine) - won,
-            "confidence": round(1 / (1 + math.exp(-abs(odds))), 4),
-            "feedback": ids,
-        }
+        row = {"prompt": x.prompt, "votes": won, "against": len(mine) - won, "feedback": ids}
+        row["confidence"] = round(1 / (1 + math.exp(-abs(odds))), 4)
         if x.kind == "choice":
             both = sorted(zip(x.answers, x.versions), reverse=odds < 0)
             pairs.append({**row, "chosen": both[0][0], "rejected": both[1][0], "sources": [both[0][1], both[1][1]]})

@@ -26,7 +26,7 @@ from ..models.load import load_model
 from ..models.merge import MERGE_RECORD
 from ..models.places import SHORT_NAMES, find_copy, read_origin
 from ..run.log import plain_json, read_metrics
-from ..train.online import as_rewards, load_reward
+from ..train.online_config import as_rewards, load_reward
 from ..train.registry import MethodInfo, get, methods
 from ..data.rows import load_rows
 from ..train.stage import read_json
@@ -385,7 +385,9 @@ def describe_data(told: Told) -> str:
         else:
             words.append(f"{hub_name(place) or file.name}" + (f" at {data.revision}" if data.revision else ""))
     try:
-        rows, held = ([], []) if data.streaming or info is None else load_rows(data, info.rows, told.config.seed)
+        rows, held = (
+            ([], []) if data.streaming or info is None else load_rows(data, info.reads(told.config), told.config.seed)
+        )
         words.append(f"{len(rows):,} rows to learn from, {len(held):,} held out" if rows else "rows not counted")
     except (RlhfError, OSError):
         words.append("not on the machine that wrote this card")
