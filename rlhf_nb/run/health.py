@@ -331,7 +331,7 @@ def _baselines(known: Known, config: Mapping[str, Any]) -> Concern:
         return None
     other, key = max(rivals)
     errors = [_first(known, f"eval/{k}_stderr")[2] for k in ("accuracy", f"{key}_accuracy")]
-    own, their = (float(e[-1]) if len(e) else 0.0 for e in errors)
+    own, their = (float(e[-1]) if len(e) else math.inf for e in errors)
     text = f"{ours[-1]:.0%} of held-out pairs are ordered rightly, {other:.0%} by {rules[key]}"
     rises = len(ours) < 4 or ours[-1] > ours[len(ours) // 2] + 2 * own  # a model that begins to learn is below any rule
     if rises or ours[-1] + 3 * math.hypot(own, their) >= other:
