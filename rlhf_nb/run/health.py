@@ -375,8 +375,8 @@ CHECKS: dict[str, _Look] = {
         "the reward is noise, or scores belong to other answers; ask it for the same answers in another order"),
     "clipping": _above("policy/clipfrac_avg", 0.25, 0.5, "of the tokens' ratios were clipped",
         "steps are too large: lower lr, or fewer inner epochs"),
-    "learning": _learning, "held out": _held_out, "baselines": _baselines, "chosen": _chosen, "stale answers": _stale, "numbers": _skipped,
-    "stalls": _stall,
+    "learning": _learning, "held out": _held_out, "baselines": _baselines, "chosen": _chosen, "stale answers": _stale,
+    "numbers": _skipped, "stalls": _stall,
 }  # fmt: skip
 _NEEDED = (
     "objective/scores", "reward", "eval/reward", "eval/gold", "eval/gold_stderr", "rewards/gold", "gold",
@@ -384,7 +384,8 @@ _NEEDED = (
     "objective/entropy", "completions/mean_length", "val/explained_variance", "loss", "grad_norm", "skipped",
     "perf/stall_s", "perf/step_s", "frac_reward_zero_std", "completions/clipped_ratio", "policy/clipfrac_avg",
     "eval/accuracy", "eval/accuracy_stderr", "eval/words_accuracy", "eval/words_accuracy_stderr",
-    "eval/shorter_accuracy", "eval/shorter_accuracy_stderr", "eval/loss", "rewards/chosen", "rewards/margins", "logps/chosen", "rollout/effective_share", "rollout/lag",
+    "eval/shorter_accuracy", "eval/shorter_accuracy_stderr",
+    "eval/loss", "rewards/chosen", "rewards/margins", "logps/chosen", "rollout/effective_share", "rollout/lag",
     "objective/non_score_reward", "updates", "completions/ends_lost", "groups/noise",
 )  # fmt: skip
 
