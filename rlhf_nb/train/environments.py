@@ -68,8 +68,8 @@ def with_environment(
     idle = [k for k, v in EpisodeConfig() if k != "tools" and getattr(config, k) != v]
     if idle:
         raise ConfigError(
-            f"episodes.{idle[0]} is set, but neither episodes.environment nor episodes.tools, so each answer has one turn "
-            "and the setting does nothing. Name an environment or a tool, or leave the setting out."
+            f"episodes.{idle[0]} is set, but neither episodes.environment nor episodes.tools, so each answer has one "
+            "turn and the setting does nothing. Name an environment or a tool, or leave the setting out."
         )
     return None
 
