@@ -579,7 +579,7 @@ def _merged_weight(layer: Any, adapter: str | None) -> Tensor:
     variant = layer.lora_variant.get(adapter) if isinstance(layer, LoraLayer) else None
     if not isinstance(layer, LoraLayer) or (variant is not None and not type(variant).__name__.startswith("Dora")):
         raise ModelError(
-            f"a {type(variant or layer).__name__} adapter can't be merged; only LoRA and DoRA can: merge=False saves it."
+            f"a {type(variant or layer).__name__} adapter can't be merged (LoRA and DoRA can): merge=False saves it."
         )
     if adapter not in layer.lora_A:
         return weight.detach()
