@@ -131,3 +131,13 @@ def test_what_counts_as_a_program() -> None:
     assert all(_PROGRAM.search(x) for x in bombs), [x for x in bombs if not _PROGRAM.search(x)]
     formulas = ["x**(3/2)", "x**(-1)", "x**2/2", "x**-2", "3*(4+5)", "-7/3", "[[1, 2], [3, 4]]"]
     assert not any(_PROGRAM.search(x) for x in formulas), [x for x in formulas if _PROGRAM.search(x)]
+
+
+def test_a_composite_is_as_careful_as_its_parts(tmp_path: Path) -> None:
+    """Its own module runs nothing; the check of a part does."""
+    composite = pytest.importorskip("reasoning_gym.composite")
+    puzzle = ReasoningGym("composite", datasets=[composite.DatasetSpec("n_queens", 1, {})])
+    puzzle.reset({}, 3)
+    mark = tmp_path / "ran"
+    step = puzzle.step(Turn(f"[open({str(mark)!r}, 'w')]", [], None, 1, 9))
+    assert not mark.exists() and step.metrics == {"refused": 1.0}
