@@ -28,7 +28,7 @@ from rlhf_nb.widgets.kernel import pump_kind, front_end
 class Loop:  # what a trainer looks like from here
     def __init__(self, path):
         self.run_dir, self.observers = RunDir(path), Callbacks([])
-    def fit(self, seconds=20):
+    def fit(self, seconds=100):
         self.run_dir.open({{"steps": 1000}})
         log, asked = EventLog(self.run_dir.metrics_path), ControlRequests(self.run_dir.control_path)
         log.append("start", 0, method="toy", total_steps=1000, controls={{"kl_coef": {{"value": 0.05, "low": 0.0, "high": 10.0}}}})
@@ -55,7 +55,7 @@ print("GOT", [r["request"] for r in got], board.failure)
 
 
 def click_stop(
-    python: str = sys.executable, subshell: bool = False, patience: float = 60.0, reload: bool = False
+    python: str = sys.executable, subshell: bool = False, patience: float = 120.0, reload: bool = False
 ) -> dict[str, Any]:
     """Run the cell in a kernel, move the KL slider and click Stop as a browser would; what the run heard, and what stayed.
 
@@ -136,7 +136,7 @@ def _in_second_kernel(line: str, python: str, folder: Path, root: str) -> str:
     try:
         client.wait_for_ready(timeout=60)
         client.execute(f"import sys; sys.path.insert(0, {root!r})\n{line}", allow_stdin=True)
-        end, clicked = time.monotonic() + 30, False
+        end, clicked = time.monotonic() + 60, False
         while time.monotonic() < end and "Traceback" not in seen["out"]:
             try:
                 _note(seen, client.get_iopub_msg(timeout=1))

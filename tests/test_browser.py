@@ -191,6 +191,9 @@ def lab(tmp_path: Path, browser: Any) -> Iterator[Lab]:
 
 def picture(page: Any, name: str, of: Any = None, height: int = 0) -> None:
     """A screenshot for the documentation, where it was asked for (RLHF_NB_FIGURES=1); at most so high."""
+    if os.environ.get("RLHF_NB_FIGURES"):
+        page.set_viewport_size({"width": 1000, "height": 1500})  # nothing is covered or scrolled away
+        page.wait_for_timeout(500)
     if os.environ.get("RLHF_NB_FIGURES") and height:
         page.screenshot(path=FIGURES / f"{name}.png", clip={**of.bounding_box(), "height": height})
     elif os.environ.get("RLHF_NB_FIGURES"):
@@ -370,6 +373,9 @@ def test_cockpit_curves_slider_stop(lab: Lab) -> None:
         f"() => {PLOTS}.some(p => p.panel.marks.some(m => m.text.includes('kl_coef')))", timeout=20_000
     )
     picture(lab.page, "cockpit", lab.output(0), 770)
+    lab.page.locator(".u-over").first.click()  # a step is pinned: its answers stand below
+    lab.page.locator(".rc-beside .rc-answer").first.wait_for(timeout=10_000)
+    assert "sampled answers at step" in lab.page.locator(".rc-beside").inner_text()
 
     lab.page.get_by_role("button", name="Stop").click()
     asked = until(lambda: [e for e in of("control") if e.get("request") == "stop"], 20, "the stop request")[0]
@@ -464,7 +470,7 @@ def test_a_click_on_a_token_says_why_it_is_paid_and_ten_labels_refit(lab: Lab) -
     assert page.evaluate("document.activeElement.matches(':focus-visible')")
     word.click()
     detail.get_by_text("6 of 13").wait_for(timeout=20_000)
-    picture(page, "reward_debugger", lab.output(0))
+    picture(page, "reward_debugger", lab.output(0).first)
     page.get_by_role("button", name="label ten pairs like this").click()
     page.wait_for_selector(".rl-side", timeout=30_000)
     for done in range(10):

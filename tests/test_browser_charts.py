@@ -36,7 +36,8 @@ def write_run(path: Path, steps: int = 200, seed: int = 0, coef: float = 0.05, e
     rng, n = np.random.default_rng(seed), np.arange(1, steps + 1)
     kl = 12 * (1 - np.exp(-n / steps)) + 0.2 * rng.normal(size=steps)
     score, noise = np.sqrt(np.abs(kl)) + 0.1 * rng.normal(size=steps), rng.normal(size=(steps, 12))
-    lines = [json.dumps({"time": 1e9, "step": 0, "type": "start", "method": "ppo", "total_steps": steps})]
+    able = {"controls": {"kl_coef": {"value": coef, "low": 0.0, "high": 10.0}}}
+    lines = [json.dumps({"time": 1e9, "step": 0, "type": "start", "method": "ppo", "total_steps": steps} | able)]
     for i in range(steps):
         e = {
             "time": 1e9 + i / 5,
@@ -184,6 +185,16 @@ def test_a_person_touches_the_charts_of_a_report(browser: Any, tmp_path: Path) -
     first = "const p = [...document.querySelector('.rc-charts').charts.plots.values()][0];"
     page.evaluate(f"{first} p.charts.whole(); p.logs.click()")  # the old plot draws once more
     assert page.evaluate(f"{first} p.u.scales.y.distr") == 1
+
+    means = page.locator(".rc-means").first
+    assert means.is_hidden()
+    page.get_by_role("button", name="what reward means").click()
+    assert "gold is the judge" in means.text_content() and "objective/scores" in means.text_content()
+    assert page.locator(".rc-tools button:visible", has_text="?").count() == page.locator(".rc-panel:visible").count()
+    page.context.set_offline(True)  # what stood in the file is enough
+    page.mouse.click(*visit.over(0, 0.52))
+    page.locator("summary", has_text="answers at step 1").wait_for()
+    assert page.locator(".rb-said", has_text=re.compile(r"In woods .0, (90|1[01]0)")).count()
     assert not visit.wrong
 
 
@@ -307,11 +318,15 @@ def test_a_person_writes_a_note_averages_and_forks(
     until(lambda: begun, 10, "a fork")
     ((place, step, changes),) = begun
     assert place == folder / "ppo-0" and 95 <= step <= 105 and changes == {"kl_coef": 0.2}
-    page.locator(".rb-tree button", has_text="fork100").click()
+    page.locator(".rb-tree button", has_text="fork100").click(delay=4000)  # the page asks anew every three seconds
     page.locator("summary", has_text="pairs of one seed").wait_for()
     assert "one pair: no interval" in page.locator("main").text_content()
 
     page.goto(address + "#run=live")
+    page.get_by_role("button", name="KL: kl_coef 0.05 → 0.1").click()  # what the light advises
+    page.locator("[role=status]", has_text="set: asked").wait_for()
+    (asked,) = map(json.loads, RunDir(folder / "live").control_path.read_text().splitlines())
+    assert (asked["request"], asked["key"], asked["value"]) == ("set", "kl_coef", 0.1)
     page.get_by_role("button", name="pause").click()
     page.locator("[role=status]", has_text="pause: asked").wait_for()
     assert '"pause"' in RunDir(folder / "live").control_path.read_text()

@@ -373,6 +373,8 @@ CHECKS: dict[str, _Look] = {
         "an end that isn't learnt isn't spoken; look at masks and lengths"),
     "noise": _above("groups/noise", 0.5, 0.7, "of the variance of a prompt's scores is between equal answers",
         "the reward is noise, or scores belong to other answers; ask it twice, in another order"),
+    "leak": _above("eval/leaked", 0.0, 0.1, "of the held-out rows stand in the training rows",
+        "what is measured on them is memory; leave them out of one of the two"),
     "clipping": _above("policy/clipfrac_avg", 0.25, 0.5, "of the tokens' ratios were clipped",
         "steps are too large: lower lr, or fewer inner epochs"),
     "learning": _learning, "held out": _held_out, "baselines": _baselines, "chosen": _chosen, "stale answers": _stale,
@@ -386,7 +388,7 @@ _NEEDED = (
     "eval/accuracy", "eval/accuracy_stderr", "eval/words_accuracy", "eval/words_accuracy_stderr",
     "eval/shorter_accuracy", "eval/shorter_accuracy_stderr",
     "eval/loss", "rewards/chosen", "rewards/margins", "logps/chosen", "rollout/effective_share", "rollout/lag",
-    "objective/non_score_reward", "updates", "completions/ends_lost", "groups/noise",
+    "objective/non_score_reward", "updates", "completions/ends_lost", "groups/noise", "eval/leaked",
 )  # fmt: skip
 
 

@@ -187,7 +187,9 @@ class TextTrainer(Trainer, _OfConfig[_T]):
             sources, weights_of(config.data), names_of(config.data), config.seed
         )  # fmt: skip
         _check_cut([] if given.streamed else each, config, tokenizer)
+        self.leak: dict[str, float] = {}
         if known := leaked(getattr(source, "rows", ()), held):
+            self.leak = {"eval/leaked": known / len(held)}
             warnings.warn(
                 f"held-out rows: {known} of {len(held)} stand in the training rows, too, so what is measured on them "
                 "is memory. Leave them out of one of the two.",
@@ -259,13 +261,13 @@ class TextTrainer(Trainer, _OfConfig[_T]):
         """
         if eval_dataset is None and metric_key_prefix == "eval":
             return TrlNumbers(super().evaluate())
-        kept = self.held_out
+        kept = self.held_out, self.leak
         try:
-            self.held_out = kept if eval_dataset is None else self._tokens(eval_dataset)
+            self.held_out, self.leak = kept if eval_dataset is None else (self._tokens(eval_dataset), {})
             with self.engine.inference():
                 found = self.held_out_numbers()
         finally:
-            self.held_out = kept
+            self.held_out, self.leak = kept
         return TrlNumbers({f"{metric_key_prefix}/{k.removeprefix('eval/')}": v for k, v in found.items()})
 
     def _tokens(self, rows: Any) -> list[Row]:
@@ -277,7 +279,7 @@ class TextTrainer(Trainer, _OfConfig[_T]):
 
     def held_out_numbers(self) -> dict[str, float]:
         """As in `Trainer`, and what `compute_metrics` says of the predictions."""
-        found = super().held_out_numbers()
+        found = super().held_out_numbers() | self.leak
         if self.own_metrics is None or not self.held_out:
             return found
         from transformers import EvalPrediction

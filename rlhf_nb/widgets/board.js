@@ -245,6 +245,7 @@ class Compare {
       for (const light of run.lights) {
         const line = el("div", `rb-light rb-${light.state}`);
         line.append(el("i", "", {ok: "●", watch: "▲", bad: "■"}[light.state] || "○"), el("b", "", light.name), ` ${light.text}`);
+        if (light.remedy && this.change && told.members.length === 1) line.append(" ", button(light.remedy.text, () => this.send(light.remedy)));
         lights.append(line);
       }
       if (run.lights.length) box.append(several ? fold("lights", false, lights) : lights);
@@ -255,7 +256,7 @@ class Compare {
       if (!charts) {
         const inside = el("div", "rc-charts");
         this.curves.append(fold(group.name, group.name === "overview", inside));
-        charts = new Charts(inside, {key: this.key, onpin: this.ask && (step => this.pin(step)), onzoom: z => this.zoom(z)});
+        charts = new Charts(inside, {key: this.key, onpin: (this.ask || told.moments?.length) && (step => this.pin(step)), onzoom: z => this.zoom(z)});
         inside.charts = charts;
         this.charts.set(group.name, charts);
       }
@@ -340,7 +341,7 @@ class Compare {
     this.pinned = step;
     if (this.change && this.told.members.length === 1) this.tools();
     for (const c of this.charts.values()) { c.pinned = step; c.plots.forEach(p => p.u && p.u.redraw(false)); }
-    const found = await this.ask({step});
+    const found = this.ask ? await this.ask({step}) : moment(this.told.moments, step) || {answers: []};
     if (this.pinned !== step) return;
     this.told.answers = found.answers;
     this.texts();
@@ -383,7 +384,8 @@ async function board(host) {
     location.hash = new URLSearchParams([...runs.map(r => ["run", r]), ["by", by], ["pooled", pooled ? 1 : 0]]).toString();
   };
   const table = new Table(home, runs => go(runs), change);
-  let view = null, turn = 0;
+  let view = null, turn = 0, held = false;  // a page that is drawn anew under a pressed button loses the click
+  for (const [kind, on] of [["pointerdown", true], ["pointerup", false], ["pointercancel", false]]) addEventListener(kind, () => { held = on; }, true);
   async function show(fresh) {
     const at = new URLSearchParams(location.hash.slice(1)), runs = at.getAll("run"), mine = ++turn;
     home.hidden = runs.length > 0;
@@ -391,13 +393,13 @@ async function board(host) {
     try {
       if (!runs.length) {
         const told = await ask("runs");
-        if (mine !== turn) return;
+        if (mine !== turn || (held && !fresh)) return;
         document.title = `Runs in ${told.folder}`;
         table.update(told.runs, told.experiments);
         if (told.labels && !way.childNodes.length) { const a = el("a", "", "label pairs of answers"); a.href = `label${location.search}`; way.append(a); }
       } else {
         const query = [...at], told = await ask("compare", query);
-        if (mine !== turn) return;
+        if (mine !== turn || (held && !fresh)) return;
         document.title = told.members.join(", ");
         if (fresh || !view) {
           away.replaceChildren();

@@ -52,24 +52,39 @@ class Plot {
     this.whole = el("button", "", "whole");
     this.whole.title = "the whole run again (or double click)";
     this.whole.onclick = () => this.charts.whole();
-    for (const b of [this.logs, this.whole]) b.type = "button";
-    tools.append(this.range, this.logs, this.whole);
+    this.ask = el("button", "", "?");
+    this.ask.onclick = () => this.explain(this.means.hidden);
+    for (const b of [this.ask, this.logs, this.whole]) b.type = "button";
+    tools.append(this.range, this.ask, this.logs, this.whole);
     head.append(this.name, tools);
+    this.means = el("p", "rc-means");
+    this.explain(false);
     this.legend = el("div", "rc-legend");
     this.box = el("div", "rc-box");
     this.tip = el("div", "rc-tip");
     this.tip.hidden = true;
-    this.root.append(head, this.legend, this.box);
+    this.root.append(head, this.means, this.legend, this.box);
     new ResizeObserver(() => this.fit()).observe(this.box);
   }
 
   isLog() { return this.log ?? this.panel.log; }
 
+  // What the panel's title means, below it.
+  explain(open) {
+    this.means.hidden = !open;
+    this.ask.setAttribute("aria-expanded", open);
+  }
+
   update(panel, smoothing) {
     this.panel = panel;
     this.given = smoothing;
     this.name.textContent = panel.title;
-    this.name.title = panel.lines.map(l => l.key).filter(Boolean).join(", ");
+    const keys = [...new Set(panel.lines.map(l => l.key).filter(Boolean))].join(", ");
+    this.name.title = keys;
+    this.ask.hidden = !panel.means;
+    this.ask.title = `what ${panel.title} means`;
+    this.ask.setAttribute("aria-label", this.ask.title);
+    this.means.textContent = `${panel.means || ""}${keys ? ` In metrics.jsonl: ${keys}.` : ""}`;
     this.range.setAttribute("aria-label", `smoothing of ${panel.title}`);
     this.logs.setAttribute("aria-label", `log axis of ${panel.title}`);
     this.draw();
@@ -293,14 +308,18 @@ export class Charts {
   constructor(host, options = {}) {
     Object.assign(this, {height: 190, axis: "step", key: `rc-${Math.random()}`, plots: new Map(), pinned: null}, options);
     this.grid = el("div", "rc-grid");
-    host.append(this.grid);
+    this.beside = el("div", "rc-beside");
+    this.beside.setAttribute("role", "status");
+    host.append(this.grid, this.beside);
     const again = () => this.plots.forEach(p => p.u && p.u.redraw(false));
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => setTimeout(again, 50));
     new MutationObserver(() => setTimeout(again, 50)).observe(document.body, {attributes: true});
   }
 
-  update({panels, smoothing = 0.3, axis = "step"}) {
+  update({panels, smoothing = 0.3, axis = "step", moments = []}) {
     this.axis = axis;
+    this.moments = moments;
+    if (moments.length) this.onpin ??= step => this.answers(step);
     const seen = new Set();
     for (const panel of panels) {
       seen.add(panel.title);
@@ -311,6 +330,16 @@ export class Charts {
     for (const [title, plot] of this.plots) if (!seen.has(title)) { plot.root.remove(); if (plot.u) plot.u.destroy(); this.plots.delete(title); }
   }
 
+  // A pinned step's answers, below the panels.
+  answers(step) {
+    const at = moment(this.moments, step), head = el("b", "", at ? `sampled answers at step ${at.step.toLocaleString("en")}` : "no answer was sampled until this step");
+    this.beside.replaceChildren(head, ...(at ? at.answers : []).map(a => {
+      const box = el("div", "rc-answer");
+      box.append(el("p", "rc-asked", a.prompt), ...a.answers.filter(Boolean).map(x => el("p", "", x.answer + (x.score ? `  (score ${x.score})` : ""))));
+      return box;
+    }));
+  }
+
   whole() { this.plots.forEach(p => p.u && p.u.setData(p.u.data, true)); }
 
   pin(step) {
@@ -319,6 +348,9 @@ export class Charts {
     if (this.onpin) this.onpin(step);
   }
 }
+
+// The answers of the last sampled step until there.
+const moment = (moments, step) => moments.findLast(m => m.step <= step);
 
 // A place on a page: its data stand in it, or are put into an element that names it, again and again.
 export function mount(host) {

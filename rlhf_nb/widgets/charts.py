@@ -124,6 +124,7 @@ class Panel:
     low: float | None = None  # the axis includes these
     high: float | None = None
     empty: str = "no data yet"
+    means: str = ""  # what is drawn, in a sentence
     xlabel: str = ""
     limits: tuple[float, float] | None = None  # of the vertical axis; None: round numbers around the curves
     reading: bool = True  # the legend tells each curve's last value
@@ -328,10 +329,8 @@ def line_chart(
     for i, panel in enumerate(panels):
         plot = _Plot(x, _limits(panel), panel.log, width, height)
         place = f"translate({i % columns * width},{i // columns * height})"
-        box = (
-            f'x="{_LEFT}" y="{_TOP}" width="{plot.w // _UNIT}" height="{plot.h // _UNIT}" viewBox="0 0 '
-            f'{plot.w} {plot.h}"'
-        )
+        box = f'x="{_LEFT}" y="{_TOP}" width="{plot.w // _UNIT}" height="{plot.h // _UNIT}" '
+        box += f'viewBox="0 0 {plot.w} {plot.h}"'
         body = _content(panel, plot)
         if not any(len(line.steps) for line in panel.lines):
             body += svg_text(plot.w // 2, plot.h // 2, panel.empty, size=44, opacity=0.6)

@@ -163,11 +163,8 @@ class LabelQueue:
         left, right = self.sides if pair and self.opened else ("", "")
         asked = prompt_text(pair.prompt) if pair else ""
         texts = {"who": self.store.annotator, "prompt": asked, "left": left.strip(), "right": right.strip()}
-        texts |= {
-            "message": self.message,
-            "guideline": self.guideline,
-            "note": self.store.note_on(pair) if pair else "",
-        }
+        note = self.store.note_on(pair) if pair else ""
+        texts |= {"message": self.message, "guideline": self.guideline, "note": note}
         counts = {"done": self.done, "total": len(self.pairs), "turn": self.turn, "opened": self.opened}
         lists = {"keys": KEYS, "reasons": [printable(r) for r in self.reasons], "formats": LABEL_FORMATS}
         return {k: printable(v) for k, v in texts.items()} | counts | lists | {"pair": pair.id if pair else ""}

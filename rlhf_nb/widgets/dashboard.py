@@ -9,7 +9,7 @@ import shlex
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -17,11 +17,13 @@ from ..core import RunError, printable
 from ..errors import RlhfError
 from ..run.callbacks import Callback, RunView
 from ..run.control import start_fork
+from ..run.health import health_of
 from ..strict import dotted, parse_overrides, table_of
 from .html import escape
 from .kernel import Pump, front_end, in_notebook
-from .panels import LAYOUT, control_text, group_panels, still, words_html
+from .panels import LAYOUT, control_text, group_panels, remedy, still, words_html
 from .reader import RunReader, open_runs
+from .runs import moments
 from .touch import charts_html, code_html, live_html, live_place
 
 # %% auto #0
@@ -49,6 +51,10 @@ class _Knobs:
             key = (lambda: self.changes.value or None) if request == "fork" else (lambda: None)
             button.on_click(lambda _, request=request, key=key: board.ask(request, key()))
             self.buttons.append(button)
+        self.offered: dict[str, Any] | None = None  # what the button of the lights asks for
+        self.remedy = w.Button(button_style="info", layout=w.Layout(width="auto", display="none"))
+        self.remedy.tooltip = "what a light's sentence advises, done by the run"
+        self.remedy.on_click(lambda _: self.offered and board.ask(*map(self.offered.get, ("request", "key", "value"))))
         self.group = w.Dropdown(options=[*LAYOUT, "all"], value=board.group, layout=w.Layout(width="130px"))
         self.group.observe(lambda change: setattr(board, "group", change["new"]), names="value")
         self.smoothing = w.FloatSlider(
@@ -58,9 +64,9 @@ class _Knobs:
         self.smoothing.observe(lambda change: setattr(board, "smoothing", change["new"]), names="value")
         self.sliders = {key: self._slider(w, key) for key in _SLIDERS}
         self.data, self.words = w.HTML(), w.HTML()
-        top = w.HBox([*self.buttons, self.changes, self.group, self.smoothing], layout=w.Layout(flex_flow="row wrap"))
-        knobs = w.HBox(list(self.sliders.values()), layout=w.Layout(flex_flow="row wrap"))
-        self.box = w.VBox([top, knobs, self.words, self.data])
+        top = [*self.buttons, self.changes, self.remedy, self.group, self.smoothing]
+        rows = [w.HBox(row, layout=w.Layout(flex_flow="row wrap")) for row in (top, [*self.sliders.values()])]
+        self.box = w.VBox([*rows, self.words, self.data])
 
     def _slider(self, w: Any, key: str) -> Any:
         """A hidden slider that asks for a number when it is moved by a person."""
@@ -68,6 +74,7 @@ class _Knobs:
         kind = w.FloatLogSlider if key in _LOGARITHMIC else w.FloatSlider
         layout = w.Layout(width="300px", display="none")
         slider = kind(description=key, continuous_update=False, readout_format=".3g", layout=layout, **log)
+        slider.style.description_width = "initial"  # a name is shown as a whole
 
         def moved(change: dict[str, Any]) -> None:
             if change["new"] != self.shown.get(key) and slider.layout.display != "none":
@@ -79,7 +86,14 @@ class _Knobs:
 
     def interactive(self) -> list[Any]:
         """The widgets that a person can use."""
-        return [*self.buttons, self.changes, self.group, self.smoothing, *self.sliders.values()]
+        return [*self.buttons, self.changes, self.remedy, self.group, self.smoothing, *self.sliders.values()]
+
+    def offer(self, remedies: Iterable[dict[str, Any] | None]) -> None:
+        """Show a button for the first remedy that there is."""
+        found = next((r for r in remedies if r), None)
+        if found != self.offered:
+            self.offered, self.remedy.layout.display = found, None if found else "none"
+            self.remedy.description = found["text"] if found else ""
 
     def follow(self, controls: Mapping[str, Mapping[str, float]], force: str = "") -> None:
         """Show the sliders that the run offers, at the values it has; `force` names one that must jump back."""
@@ -272,6 +286,7 @@ class Dashboard:
         self.failure = ""  # the last error of the drawing thread
         self._trainers = [r for r in (runs if isinstance(runs, (list, tuple)) else [runs]) if hasattr(r, "observers")]
         self._drawn: tuple[Any, ...] = ()
+        self._said: dict[int, list[dict[str, Any]]] = {}  # answers by step
         self._followed: Any = None
 
     @property
@@ -285,7 +300,9 @@ class Dashboard:
 
     def refresh(self, force: bool = False) -> str | None:
         """Read what is new; where the runs stand, as HTML, or None when nothing changed."""
-        return words_html(self.readers, self.target, self.requests.answer) if self._changed(force) else None
+        if not self._changed(force):
+            return None
+        return words_html(self.readers, health_of(self.target), self.requests.answer)
 
     def _changed(self, force: bool) -> bool:
         """Read what is new, and say whether there is anything to be drawn."""
@@ -304,8 +321,11 @@ class Dashboard:
         if not self._changed(force) or knobs is None:
             return
         place, reply = self.page.places[2] if self.page else "", self.requests.reply
-        knobs.words.value = words_html(self.readers, self.target, self.requests.answer)
-        knobs.data.value = live_html(place, group_panels(self.readers, self.group, None), smoothing=self.smoothing)
+        target, lights = self.target, health_of(self.target)
+        told: dict[str, Any] = {"smoothing": self.smoothing, "moments": moments(self.readers, self._said)}
+        knobs.words.value = words_html(self.readers, lights, self.requests.answer)
+        knobs.offer(remedy(x, target) for x in sorted(lights, key=lambda x: x.state != "bad"))
+        knobs.data.value = live_html(place, group_panels(self.readers, self.group, None), **told)
         refused = not reply.get("ok", True) and reply is not self._followed
         self._followed = reply
         knobs.follow(self.target.controls, str(reply.get("key")) if refused else "")
@@ -337,7 +357,8 @@ class Dashboard:
         if self._with_widgets():
             image = f'<img alt="curves" src="data:image/png;base64,{picture.pop("image/png")}">'
             panels = group_panels(self.readers, self.group, None)
-            picture["text/html"] = charts_html(panels, image, smoothing=self.smoothing) + code_html()
+            told: dict[str, Any] = {"smoothing": self.smoothing, "moments": moments(self.readers)}
+            picture["text/html"] = charts_html(panels, image, **told) + code_html()
         for data, place in zip((picture, {"text/html": table, "text/plain": text}), places):
             display(data, raw=True, **({"display_id": place, "update": True} if place else {}))
 

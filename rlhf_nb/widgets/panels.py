@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,8 +19,8 @@ from ..strict import table_of
 from .reader import RunReader, spell_seconds
 
 # %% auto #0
-__all__ = ['LAYOUT', 'AXES', 'Spec', 'group_panels', 'page_groups', 'marks_of', 'control_text', 'lights_html', 'standing',
-           'words_html', 'runs_html', 'still']
+__all__ = ['LAYOUT', 'AXES', 'Spec', 'group_panels', 'page_groups', 'marks_of', 'control_text', 'lights_html', 'remedy',
+           'standing', 'words_html', 'runs_html', 'still']
 
 # %% ../../nbs/widgets/panels.ipynb #9a56a37d
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Spec:
             that begin so.
         log: a logarithmic axis.
         low, high: what the axis holds in any case.
+        means: what is drawn, in a sentence.
     """
 
     title: str
@@ -39,6 +41,7 @@ class Spec:
     log: bool = False
     low: float | None = None
     high: float | None = None
+    means: str = ""
 
 
 _TABLE = table_of("widgets/panels.yaml")
@@ -93,8 +96,8 @@ def _unfold(spec: Spec, names: list[str]) -> list[Spec]:
     shown |= {"perf/rss_mb", "perf/cuda_peak_mb"}
     kept = [n for n in names if n.startswith(pattern[:-1]) and not n.endswith(("_stderr", "_std")) and n not in shown]
     if pattern in ("loss/*", "rewards/*", "rollout/stopped/*"):
-        return [Spec(spec.title, {n[len(pattern) - 1 :]: n for n in kept[:6]})] if kept else []
-    return [Spec(n, {n.split("/", 1)[1]: n}) for n in kept[:12]]
+        return [replace(spec, lines={n[len(pattern) - 1 :]: n for n in kept[:6]})] if kept else []
+    return [Spec(n, {n.split("/", 1)[1]: n}, means=spec.means) for n in kept[:12]]
 
 
 def _best(reader: RunReader, keys: Sequence[str]) -> str | None:
@@ -106,7 +109,8 @@ def _best(reader: RunReader, keys: Sequence[str]) -> str | None:
 
 def _panel(readers: Sequence[Any], spec: Spec, smoothing: float | None, by: str) -> Panel:
     """A spec filled with the runs' curves, their budget and what happened to them."""
-    panel, config = Panel(spec.title, log=spec.log, low=spec.low, high=spec.high), readers[0].config
+    panel = Panel(spec.title, log=spec.log, low=spec.low, high=spec.high, means=spec.means)
+    config = readers[0].config
     several = len(readers) > 1
     for j, reader in enumerate(readers):
         found = [(label, _best(reader, keys.split())) for label, keys in spec.lines.items()]
@@ -213,6 +217,29 @@ def lights_html(lights: Sequence[Light]) -> str:
     return f'<div style="{grid}">{"".join(rows)}</div>'
 
 
+_ADVICE = re.compile(r"\b(raise|lower|set) (?:\w+\.\w+ or )?(?:optimizer\.)?(\w+)(?:=([\d.]*\d))?", re.IGNORECASE)
+
+
+def remedy(light: Light, reader: RunReader) -> dict[str, Any] | None:
+    """What a light's sentence advises and the run can do now, as a request with its text; None: there is nothing.
+
+    Args:
+        light: of the run; "raise" doubles, "lower" halves, "set" takes the number, "stop here" stops.
+        reader: of the run.
+    """
+    if light.state not in ("watch", "bad") or reader.status.state not in ("running", "paused") or reader.others:
+        return None
+    if "Stop here" in light.text:
+        return {"request": "stop", "key": None, "value": None, "text": f"{light.name}: stop"}
+    for word, key, number in _ADVICE.findall(light.text):
+        can = {"value": math.nan, "low": math.inf, "high": -math.inf} | reader.controls.get(key, {})
+        new = float(number) if number else can["value"] * {"raise": 2.0, "lower": 0.5}.get(word.lower(), math.nan)
+        if can["low"] <= new <= can["high"] and new != can["value"]:
+            text = f"{light.name}: {key} {can['value']:.3g} → {new:.3g}"
+            return {"request": "set", "key": key, "value": new, "text": text}
+    return None
+
+
 def standing(reader: RunReader) -> str:
     """The state of a run in words, with the time that is left and what is unusual about its log."""
     status, pace = reader.status, reader.last("perf/step_s")
@@ -222,10 +249,10 @@ def standing(reader: RunReader) -> str:
     return f"{text} ({reader.note})" if reader.note else text
 
 
-def words_html(readers: Sequence[RunReader], target: RunReader, answer: str) -> str:
+def words_html(readers: Sequence[RunReader], lights: Sequence[Light], answer: str) -> str:
     """Where the runs stand, the lights of one of them, and the answer to the last request, as HTML."""
     parts = [f"<div><b>{escape(r.label)}</b>: {escape(standing(r))}</div>" for r in readers]
-    parts += [lights_html(health_of(target)), f'<div style="min-height:1.5em;opacity:.85">{escape(answer)}</div>']
+    parts += [lights_html(lights), f'<div style="min-height:1.5em;opacity:.85">{escape(answer)}</div>']
     return f'<div style="color:inherit">{"".join(parts)}</div>'
 
 
@@ -242,11 +269,8 @@ def runs_html(readers: Sequence[RunReader], most: int = 18) -> str:
             rows.append({"metric": key, **dict.fromkeys(names, ""), **dict(zip(names, numbers))})
         done = [f"step {e['step']:,}: {control_text(e)}" for e in reader.events if e.get("type") == "control"]
         parts.append(f"<p><b>{escape(reader.label)}</b>: {escape(reader.status)}</p>")
-        parts += [
-            table_html(rows),
-            lights_html(health_of(reader)),
-            f"<p>{escape('; '.join(done[-12:]))}</p>" if done else "",
-        ]
+        parts += [table_html(rows), lights_html(health_of(reader))]
+        parts += [f"<p>{escape('; '.join(done[-12:]))}</p>"] if done else []
     return "".join(parts)
 
 

@@ -122,26 +122,16 @@ def screen(readers: Sequence[RunReader]) -> RenderableType:
         if reader.status.over and not all(r.status.over for r in readers):
             continue  # an earlier stage: the one that goes on is to be seen
         table = Table(box=None, pad_edge=False, show_header=False)
-        for spec in LAYOUT["overview"]:
-            for keys in spec.lines.values():
-                key = next((k for k in keys.split() if k in reader.keys), None)
-                if key is not None:
-                    table.add_row(
-                        _shown(key),
-                        Text(short_number(reader.last(key)), justify="right"),
-                        sparkline(reader.means(key)[1].tolist()),
-                    )
+        for names in (keys.split() for spec in LAYOUT["overview"] for keys in spec.lines.values()):
+            for key in [k for k in names if k in reader.keys][:1]:
+                newest = Text(short_number(reader.last(key)), justify="right")
+                table.add_row(_shown(key), newest, sparkline(reader.means(key)[1].tolist()))
         parts.append(table)
         styles = {"ok": ("● ", "green"), "watch": ("▲ ", "yellow"), "bad": ("■ ", "red"), "off": ("○ ", "dim")}
-        parts += [
-            Text.assemble(styles[x.state], (x.name, "bold"), _shown(f" {x.text}"))
-            for x in health_of(reader)
-            if x.state != "ok"
-        ]
-        shown = [e for e in reader.events if e.get("type") in ("control", "warning", "nonfinite", "resume", "save")][
-            -4:
-        ]
-        parts += [_shown(f"step {e.get('step', 0)}  {e.get('type')}: {event_text(e)}", style="dim") for e in shown]
+        wrong = [x for x in health_of(reader) if x.state != "ok"]
+        parts += [Text.assemble(styles[x.state], (x.name, "bold"), _shown(f" {x.text}")) for x in wrong]
+        shown = [e for e in reader.events if e.get("type") in ("control", "warning", "nonfinite", "resume", "save")]
+        parts += [_shown(f"step {e.get('step', 0)}  {e['type']}: {event_text(e)}", style="dim") for e in shown[-4:]]
     return Group(*parts)
 
 # %% ../../nbs/widgets/report.ipynb #ef339d8c

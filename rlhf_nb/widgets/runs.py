@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +26,14 @@ from .charts import Floats, to_png
 from .html import table_html
 from .kernel import front_end
 from ..run.callbacks import short_number
-from .panels import AXES, control_text, group_panels, page_groups, standing
+from .panels import AXES, control_text, group_panels, page_groups, remedy, standing
 from .imported import find_runs, log_files
 from .reader import MOST_DRAWN, RunReader
 from .touch import chart_data, code_html, inert_json
 
 # %% auto #0
 __all__ = ['remarks_of', 'Pool', 'pooled_by_seed', 'experiments', 'paired_differences', 'answer_row', 'event_text',
-           'settings_compared', 'answers_compared', 'RunComparison', 'Runs', 'runs_told']
+           'settings_compared', 'answers_compared', 'moments', 'RunComparison', 'Runs', 'runs_told']
 
 # %% ../../nbs/widgets/runs.ipynb #329853aa
 _NUMBERS: dict[str, str] = table_of("widgets/panels.yaml")["numbers"]
@@ -255,14 +255,32 @@ def answers_compared(readers: Sequence[RunReader], step: int | None = None, most
             until = None if step is None else max((s for s in reader.sample_steps if s <= step), default=-1)
             rows = reader.samples(until, last=400)
         for row in map(answer_row, rows):
-            told = {
-                "answer": printable(row["answer"]),
-                "score": printable(row["score"]),
-                "step": printable(str(row["step"])),
-            }
+            told = {k: printable(str(row[k])) for k in ("answer", "score", "step")}
             newest.setdefault(printable(row["prompt"]), [None] * len(readers))[i] = told
     found = sorted(newest.items(), key=lambda item: -sum(x is not None for x in item[1]))  # sorted keeps the order else
     return [{"prompt": prompt, "answers": answers} for prompt, answers in found[:most]]
+
+
+def moments(
+    readers: Sequence[RunReader], told: dict[int, list[dict[str, Any]]] | None = None, most: int = 3
+) -> list[dict[str, Any]]:
+    """Answers for a page that can't ask for more: of some sampled steps from first to last, oldest first.
+
+    Args:
+        readers: one run or several.
+        told: answers by step that were read before; those that can't change any more are added.
+        most: prompts of each.
+    """
+    each: list[list[int]] = []
+    with suppress(OSError):  # as above
+        each = [steps for r in readers if (steps := [s for s in r.sample_steps if s >= 0])]
+    known, old = sorted(set[int]().union(*each)), {} if told is None else told
+    if old and max(old) > max(known, default=0):  # the run was begun anew
+        old.clear()
+    kept = [*known[:-1][:: 1 << (len(known) // 20).bit_length()], *known[-1:]]  # a power of two: most stay kept
+    found = {s: old.get(s) or answers_compared(readers, s, most) for s in kept}
+    old.update({s: answers for s, answers in found.items() if s < min(steps[-1] for steps in each)})
+    return [{"step": s, "answers": answers} for s, answers in found.items()]
 
 
 @dataclass(repr=False)
@@ -320,9 +338,8 @@ class RunComparison:
             still: HTML that is seen where scripts are off.
             answers: as of `data`.
         """
-        told = inert_json(
-            self.data(answers=answers) | {"line": ""}
-        )  # it may be sent to others: no path of this machine
+        more = {"line": "", "moments": moments(self.readers)}  # it may be sent to others: no path of this machine
+        told = inert_json(self.data(answers=answers) | more)
         data = f'<script type="application/json">{told}</script>'
         return f'<div class="rc-compare"><div class="rc-still">{still}</div>{data}</div>'
 
@@ -332,33 +349,22 @@ class RunComparison:
             return self.html() + code_html("board.js")
         png = base64.b64encode(to_png(*group_panels(self.shown(), by=self.by)[:4])).decode()
         names = [printable(r.label) for r in self.readers]
-        rows = [
-            {"setting": s["key"], **dict(zip(names, s["values"]))}
-            for s in settings_compared(self.readers)
-            if s["differs"]
-        ]
+        differ = [s for s in settings_compared(self.readers) if s["differs"]]
+        rows = [{"setting": s["key"], **dict(zip(names, s["values"]))} for s in differ]
         return f'<img alt="curves" src="data:image/png;base64,{png}">{table_html(rows) if rows else ""}'
 
 
 def _standing(reader: Any) -> dict[str, Any]:
     """A run's name, state and lights."""
     if isinstance(reader, Pool):
-        return {
-            "name": printable(reader.label),
-            "state": "",
-            "step": 0,
-            "status": "mean, and its 95 % interval over seeds (Student's t)",
-            "lights": [],
-        }
+        said = "mean, and its 95 % interval over seeds (Student's t)"
+        return {"name": printable(reader.label), "state": "", "step": 0, "status": said, "lights": []}
     lights: list[Any] = []
     with suppress(ValueError, TypeError, ArithmeticError, OSError):  # files of a copy may be anything
         lights = health_of(reader)
-    told = [{"name": printable(x.name), "state": x.state, "text": printable(x.text)} for x in lights]
-    at = reader.status
-    return {
-        "name": printable(reader.label), "state": at.state, "step": at.step,
-        "status": printable(standing(reader)), "lights": told,
-    }  # fmt: skip
+    told = [{k: printable(v) for k, v in asdict(x).items()} | {"remedy": remedy(x, reader)} for x in lights]
+    at, named = reader.status, {"name": printable(reader.label), "status": printable(standing(reader))}
+    return named | {"state": at.state, "step": at.step, "lights": told}
 
 # %% ../../nbs/widgets/runs.ipynb #6683a460
 class Runs:

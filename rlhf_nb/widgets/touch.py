@@ -62,7 +62,7 @@ def chart_data(panels: Sequence[Panel], points: int = 1000) -> list[dict[str, An
     """
     return [
         {
-            "title": printable(p.title), "log": p.log, "low": p.low, "high": p.high,
+            "title": printable(p.title), "means": p.means, "log": p.log, "low": p.low, "high": p.high,
             "bands": [{"low": _end(b.low), "high": _end(b.high), "color": color_of(b.color)} for b in p.bands],
             "marks": [{"step": m.step, "text": printable(m.text), "color": color_of(m.color)} for m in p.marks],
             "lines": [_line(line, points) for line in p.lines],
@@ -79,13 +79,8 @@ def _end(value: float) -> float | None:
 def _line(line: Any, points: int) -> dict[str, Any]:
     """One curve."""
     x, y = thin(line.steps, line.values, points)
-    told = {
-        "label": printable(line.label),
-        "key": printable(line.key),
-        "color": color_of(line.color),
-        "kind": line.kind,
-    }
-    told |= {"x": _numbers(x, 9), "y": _numbers(y)}
+    told: dict[str, Any] = {"label": printable(line.label), "key": printable(line.key), "kind": line.kind}
+    told |= {"color": color_of(line.color), "x": _numbers(x, 9), "y": _numbers(y)}
     if line.smoothed is not None:
         told |= {"mx": _numbers(coarse(line.smoothed[0], points), 9), "my": _numbers(coarse(line.smoothed[1], points))}
     return told | ({} if line.error is None else {"error": _numbers(coarse(line.error, points))})
