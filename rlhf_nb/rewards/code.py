@@ -10,7 +10,7 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, Literal, NamedTuple
 
 from ..core import ConfigError, suggest
@@ -178,11 +178,9 @@ class PythonTests(AnswerReward):
         jobs = [(extract_code(text), tests) for text, tests in zip(texts, answers, strict=True)]
         unique = list(dict.fromkeys(jobs))
         over = threading.Event()  # an interrupt waits for no program
-        with ThreadPoolExecutor(self.workers, thread_name_prefix="sandbox") as pool:
-            try:
-                ended = dict(zip(unique, pool.map(lambda job: self._grade(*job, over), unique), strict=True))
-            finally:
-                over.set()
+        with ThreadPoolExecutor(self.workers, thread_name_prefix="sandbox") as pool, ExitStack() as stack:
+            stack.callback(over.set)
+            ended = dict(zip(unique, pool.map(lambda job: self._grade(*job, over), unique), strict=True))
         self.results = [ended[job] for job in jobs]
         self.outcomes = dict(Counter(r.outcome for r in self.results))
         if not self._warned and any(r.fences and not _holds(r.fences) for r in self.results):

@@ -369,17 +369,15 @@ class SandboxResult(NamedTuple):
     unclear: tuple[str, ...] = ()  # what in the tests couldn't be judged, whatever the program does
 
 
-def _listen(
-    hear: int, process: subprocess.Popen[bytes], wall_s: float, over: threading.Event | None = None
-) -> tuple[bytes, bool]:  # fmt: skip
+def _listen(hear: int, process: subprocess.Popen[bytes], wall_s: float, over: threading.Event) -> tuple[bytes, bool]:
     """What comes through the pipe until the process has ended, and whether it did so in time."""
     deadline, heard = time.monotonic() + wall_s, bytearray()
     with selectors.DefaultSelector() as selector:
         selector.register(hear, selectors.EVENT_READ)
         while True:
             left = max(0.0, deadline - time.monotonic())
-            if not selector.select(left if over is None else min(left, 0.1)):
-                if not left or (over is not None and over.is_set()):
+            if not selector.select(min(left, 0.1)):
+                if not left or over.is_set():
                     return bytes(heard), False
                 continue
             data = os.read(hear, 1 << 16)
@@ -544,7 +542,7 @@ def _run(
         finally:
             os.close(tell)
         try:
-            heard, in_time = _listen(hear, process, box.wall_s or 3 * box.timeout_s, over)
+            heard, in_time = _listen(hear, process, box.wall_s or 3 * box.timeout_s, over or threading.Event())
         finally:
             with suppress(OSError):  # the number of a session isn't given away while it has members
                 os.killpg(process.pid, signal.SIGKILL)
