@@ -81,6 +81,12 @@ def find_model(name: str, revision: str | None = None) -> tuple[str, str]:
         ModelError: a path that doesn't exist (with its nearest sibling), a directory without a safetensors model, or a
             short name that was never fetched.
     """
+    if name.startswith(("http://", "https://")):
+        raise ModelError(
+            f"{name!r} is an address. A server sends texts; its weights can't be read, and none can be sent there, so "
+            f"nothing can be trained through it. It can be evaluated (rlhf-nb eval NAME url={name}), judge "
+            "(judge.endpoint.url), or play a user (episodes.environment=user)."
+        )
     name = resolve(name, revision)
     path = Path(name).expanduser()
     if not looks_local(name):
