@@ -99,7 +99,7 @@ def test_a_server_is_evaluated(url: str, tmp_path: Path, monkeypatch: pytest.Mon
 REFUSED = [
     (["decoder=best_of_n:2"], "decoder needs the model itself"),
     (["raw=true"], "raw needs the model itself"),
-    (["'measures=[{verify: length}]'"], "reads token ids, and a server"),
+    (["'measures=[{verify: length, target: 9, width: 3}]'"], "reads token ids, and a server"),
     (["url=ftp://x"], "url: "),
 ]
 

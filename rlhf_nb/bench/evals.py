@@ -25,8 +25,8 @@ from ..data.templates import as_chat, encode_continuations, encode_prompts
 from ..evaluate.metrics import cluster_prompts, embed
 from .results import Results, results_of
 from rlhf_nb.bench.suites import (
-    RULES, AskModel, ModelAnswers, ScoringRule, Scores, Suite, Work, against_rule, answer_work, checks_rule, choice_work, dialogue,
-    flip_rule, judge_rule, model_asker, refusal_rule, run_rows, suites,
+    RULES, AskModel, ModelAnswers, ScoringRule, Scores, Suite, Work, against_rule, answer_work, checks_rule,
+    choice_work, dialogue, flip_rule, judge_rule, model_asker, refusal_rule, run_rows, suites,
 )  # fmt: skip
 from ..judges.chat import ChatEndpoint
 from ..judges.endpoint import Address, KeyName
@@ -266,7 +266,13 @@ def short_name(model: str) -> str:
 
 
 def _answering(
-    model: str, suite: Suite, config: EvalConfig, folder: Path, net: Any, tokenizer: Any, says: dict[str, Any],
+    model: str,
+    suite: Suite,
+    config: EvalConfig,
+    folder: Path,
+    net: Any,
+    tokenizer: Any,
+    says: dict[str, Any],
     samples: int,
 ) -> tuple[Work, dict[str, Any], list[str]]:
     """How rows are answered and scored, the settings that decide the numbers, and what a reader should know of them."""
@@ -320,7 +326,9 @@ def _check_server(suite: Suite, config: EvalConfig) -> None:
     choice, decoder = suite.config.task == "choice", not config.decoder.is_plain
     for key, asked in (("task: choice", choice), ("decoder", decoder), ("raw", config.raw), ("embed", config.embed)):
         if config.url is not None and asked:
-            raise ConfigError(f"url is {config.url}, which sends texts, but {key} needs the model itself: leave one out.")
+            raise ConfigError(
+                f"url is {config.url}, which sends texts, but {key} needs the model itself: leave one out."
+            )
 
 
 def versions_of(suite: Suite, config: Judging, pairs: bool = False) -> dict[str, int]:

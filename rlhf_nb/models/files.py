@@ -39,6 +39,13 @@ def looks_local(name: str) -> bool:
 
 def no_such_path(path: Path, what: str) -> ModelError:
     """The error for a path that leads nowhere, with its nearest relative that exists."""
+    if path.parts[:1] in (("http:",), ("https:",)):
+        url = str(path).replace(":/", "://", 1)
+        return ModelError(
+            f"{url!r} is an address. A server sends texts; its weights can't be read, and none can be sent there, so "
+            f"nothing can be trained through it. It can be evaluated (rlhf-nb eval NAME url={url}), judge "
+            "(judge.endpoint.url), or play a user (episodes.environment=user)."
+        )
     there = path
     while not there.parent.is_dir() and there != there.parent:
         there = there.parent
@@ -81,12 +88,6 @@ def find_model(name: str, revision: str | None = None) -> tuple[str, str]:
         ModelError: a path that doesn't exist (with its nearest sibling), a directory without a safetensors model, or a
             short name that was never fetched.
     """
-    if name.startswith(("http://", "https://")):
-        raise ModelError(
-            f"{name!r} is an address. A server sends texts; its weights can't be read, and none can be sent there, so "
-            f"nothing can be trained through it. It can be evaluated (rlhf-nb eval NAME url={name}), judge "
-            "(judge.endpoint.url), or play a user (episodes.environment=user)."
-        )
     name = resolve(name, revision)
     path = Path(name).expanduser()
     if not looks_local(name):

@@ -124,7 +124,9 @@ class Verifiers:
             "lets a user begin": any(t.data.prompt is None for t in self.tasks),
         }  # fmt: skip
         if why := next((k for k, on in needs.items() if on), None):
-            raise ConfigError(f"taskset {taskset!r} {why}; answers of one turn to a text are what can be asked for here.")
+            raise ConfigError(
+                f"taskset {taskset!r} {why}; answers of one turn to a text are what can be asked for here."
+            )
 
     def reset(self, row: Row, seed: int) -> list[Message]:
         """What the task asks."""
