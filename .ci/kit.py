@@ -1,9 +1,8 @@
-"""What a teacher takes from a clone: lessons without answers, slides, papers for an examination, and what a kernel of a student needs.
+"""What a teacher takes from a clone: lessons without answers, slides, and papers for an examination.
 
     python .ci/kit.py students FOLDER           # lessons and labs without solutions and stored answers
     python .ci/kit.py slides FOLDER             # a deck for each lesson
     python .ci/kit.py exam FOLDER [SEED]        # twelve of the sixty questions of exam.yaml, one of each lesson, and a key
-    python .ci/kit.py kernels N                  # N students run lesson 2 up to its first training at once
 
 A deck is nbconvert's: one HTML file that loads reveal.js and MathJax from the network when it is opened. Where there is
 none, print it to PDF before (`?print-pdf` behind its address).
@@ -12,11 +11,8 @@ none, print it to PDF before (`?print-pdf` behind its address).
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -138,43 +134,10 @@ def exam(target: Path, seed: int = 0) -> list[Path]:
     return made
 
 
-def student(lesson: int = 2) -> dict[str, float]:
-    """(in a process of its own) Run a lesson's cells up to the first that trains; what that took."""
-    began, space = time.process_time(), dict[str, Any]()
-    for cell in read(COURSE / f"lesson_{lesson:02}.ipynb")["cells"]:
-        if cell["cell_type"] != "code" or cell["source"].startswith("#| hide"):
-            continue
-        before = time.process_time()
-        exec(cell["source"], space)
-        if "imitate(seed) for" in cell["source"]:
-            break
-    kept = dict(line.split(":") for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
-    peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    mb = {"peak": int(peak.split()[1]) / 1024, "own and shared in part": int(kept["Pss"].split()[0]) / 1024}
-    return mb | {"cell": time.process_time() - before, "all": time.process_time() - began}
-
-
-def kernels(n: int) -> list[dict[str, float]]:
-    """What each of n students took who began together."""
-    env = os.environ | {"PYTHONPATH": str(ROOT), "MPLBACKEND": "Agg", "RLHF_NB_LEARN": os.devnull}
-    code = (
-        "import sys, json; sys.path.insert(0, '.ci'); import kit; out = kit.student(); print('\\n' + json.dumps(out))"
-    )
-    began = time.monotonic()
-    running = [subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True) for _ in range(n)]  # fmt: skip
-    found = [json.loads(p.communicate()[0].splitlines()[-1]) for p in running]
-    print(f"{n} students together: {time.monotonic() - began:.0f} s by the clock, load {os.getloadavg()[0]:.0f}")
-    for one in found:
-        print({k: round(v, 1) for k, v in one.items()})
-    return found
-
-
 def main() -> int:
     verbs = {"students": students, "slides": slides}
     verb, place, seed = [*sys.argv[1:], "", "", ""][:3]
-    if verb == "kernels" and place.isdecimal():
-        kernels(int(place))
-    elif verb == "exam" and place:
+    if verb == "exam" and place:
         print(*exam(Path(place), int(seed or 0)))
     elif verb in verbs and place:
         made = verbs[verb](Path(place))

@@ -67,16 +67,9 @@ def _optimizer(name: str) -> dict[str, Any] | None:
 
 def _losses(value: Any) -> dict[str, Any]:
     """A preference loss by name; of several each weighs 1, and "sft" is the likelihood of the chosen answers."""
-    weights = (
-        {value: 1.0}
-        if isinstance(value, str)
-        else dict(value)
-        if isinstance(value, Mapping)
-        else dict.fromkeys(value or (), 1.0)
-    )
-    named = {
-        "aot_unpaired" if name == "aot_pair" else name: weight for name, weight in weights.items() if name != "sft"
-    }
+    value = [value] if isinstance(value, str) else value or ()
+    weights = dict(value) if isinstance(value, Mapping) else dict.fromkeys(value, 1.0)
+    named = {{"aot_pair": "aot_unpaired"}.get(k, k): weight for k, weight in weights.items() if k != "sft"}
     one = next(iter(named), None) if len(named) == 1 and set(named.values()) == {1.0} else None
     return {"loss": one or named} | ({"nll_coef": weights["sft"]} if "sft" in weights else {})
 
@@ -153,14 +146,8 @@ BY_METHOD: dict[str, list[tuple[str, Callable[[Any], dict[str, Any] | None]]]] =
 # counted in optimizer steps there and in collects here
 UPDATES = ("max_steps", "warmup_steps", "eval_steps", "save_steps", "logging_steps")
 # what rows of an optimizer step and of a collect are made of
-BATCHES = (
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "generation_batch_size",
-    "steps_per_generation",
-    "num_mini_batches",
-    "total_episodes",
-)
+BATCHES: tuple[str, ...] = ("per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size")
+BATCHES += ("steps_per_generation", "num_mini_batches", "total_episodes")
 _VALUES = {
     ("lr_scheduler_type", "constant_with_warmup"): "constant", ("max_grad_norm", 0): None, ("top_k", None): 0,
     ("top_k", -1): 0, ("min_p", None): 0.0, ("top_p", None): 1.0,
@@ -182,15 +169,9 @@ def elsewhere(key: str) -> str:
     if key in trl_words("explained"):
         return f"In TRL that's {trl_words('explained')[key]}."
     if key.startswith("vllm_"):
-        return (
-            "In TRL that's a setting of vLLM: here answers are drawn as sampling.sampler says (auto, ours, "
-            "generate, continuous)."
-        )
+        return "In TRL that's a setting of vLLM: here sampling.sampler says who draws (auto, ours, generate, ...)."
     if key.startswith("dataloader_"):
-        return (
-            "In TRL that's a setting of its data loader: here rows are tokenized before the run, and "
-            "nothing waits for them."
-        )
+        return "In TRL that's a setting of its data loader: here rows are tokenized before, and nothing waits for them."
     same = trl_words("same").get(key)
     return f"In TRL that's what {same} is in other configs here; this one has no such setting." if same else ""
 
@@ -225,9 +206,8 @@ def _settings(key: str, value: Any, has: Callable[[str], bool]) -> dict[str, Any
         found = {}
     if found is None or all(map(has, found)):
         return found
-    inside = {
-        k.partition(".")[2]: v for k, v in found.items()
-    }  # the words of a group itself: ModelConfig(model_name_or_path=...)
+    # the words of a group itself: ModelConfig(model_name_or_path=...)
+    inside = {k.partition(".")[2]: v for k, v in found.items()}
     return inside if all(inside) and all(map(has, inside)) else None
 
 
@@ -309,7 +289,7 @@ def _joined(data: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(losses, list | tuple) and isinstance(weights, list | tuple):
         if len(losses) != len(weights):
             raise ConfigError(
-                f"loss_type has {len(losses)} losses and loss_weights {len(weights)} weights: each loss needs one."
+                f"loss_type has {len(losses)} losses, loss_weights {len(weights)} weights: one each is needed."
             )
         out["loss_type"] = dict(zip(losses, weights))
         del out["loss_weights"]
@@ -359,11 +339,8 @@ def translate(
         ConfigError: a setting is given under two names.
     """
     asked = moved(data)
-    data = (
-        _joined(asked)
-        if any(k not in trl_words("same") and isinstance(k, str) and not has(k) for k in asked)
-        else asked
-    )
+    foreign = any(k not in trl_words("same") and isinstance(k, str) and not has(k) for k in asked)
+    data = _joined(asked) if foreign else asked
     rows, out = _rows(data, has, default), dict(data)
     became = dict[str, Mapping[str, Any]]()
     if rows:
@@ -371,17 +348,16 @@ def translate(
         became[" × ".join(f"{k}={data[k]}" for k in words)] = rows
         if twice := next((k for k in rows if k in data), None):
             raise ConfigError(
-                f"{next(iter(became))} make {twice} {rows[twice]}, and {twice} is {data[twice]!r}: two names of one "
-                "setting. Leave one of them out."
+                f"{next(iter(became))} make {twice} {rows[twice]}, and {twice} is {data[twice]!r}: leave one out."
             )
         out = {k: v for k, v in data.items() if k not in words} | rows
     updates = _updates(data, rows, has)
     counted = {k: math.ceil(out[k] / updates) for k in UPDATES if _whole(out.get(k)) and not has(k)}
     data = out = out | counted if updates > 1 else out
     said: dict[str, str] = {}  # who said what a setting is
-    foreign = [k for k in data if isinstance(k, str) and not has(k)]
+    words = [k for k in data if isinstance(k, str) and not has(k)]
     out = dict(data)
-    for key in sorted(foreign, key=lambda k: k not in CONVERTED):  # epsilon_high wins over epsilon, which is both
+    for key in sorted(words, key=lambda k: k not in CONVERTED):  # epsilon_high wins over epsilon, which is both
         found = _settings(key, data[key], has)
         if found is None:
             continue
@@ -395,14 +371,12 @@ def translate(
                 group, given = group[part], given.get(part) if isinstance(given, Mapping) else None
             if isinstance(given, Mapping) and last in given:
                 raise ConfigError(
-                    f"{key} is {data[key]!r} and {ours} is {given[last]!r}, two names of one setting: leave one of "
-                    "them out."
+                    f"{key} is {data[key]!r} and {ours} is {given[last]!r}, two names of one setting: leave one out."
                 )
             other = said.setdefault(ours, key)
             if other != key and group.get(last) != value and key in CONVERTED and not ours.startswith("clip_eps"):
                 raise ConfigError(
-                    f"{other} is {data[other]!r} and {key} is {data[key]!r}, and both are {ours} here: leave one of "
-                    "them out."
+                    f"{other} is {data[other]!r} and {key} {data[key]!r}, both {ours} here: leave one out."
                 )
             group[last] = value
     _tell(became, asked)

@@ -161,9 +161,7 @@ class DataConfig(StrictConfig):
             )
         weighed = [part.weight is not None for part in self.mix or ()]
         if self.mix and self.path is not None:
-            raise ValueError(
-                f"mix names {len(self.mix)} sources, and path is {self.path!r}: set one of the two to null."
-            )
+            raise ValueError(f"mix names {len(self.mix)} sources, and path is {self.path!r}: set one of them to null.")
         if any(weighed) and not all(weighed):
             raise ValueError(
                 "some sources of mix have a weight and some have none: give all of them one, or none (then rows count)."
@@ -203,6 +201,10 @@ _LORA_TIMES = 10.0  # best rate of an adapter over the best of full training; do
 Rate = Annotated[float, WrapValidator(lambda value, check: None if value is None else check(value))]
 
 
+_Usual = Literal["constant", "linear", "cosine", "constant_with_warmup"]
+_Schedule = Literal[_Usual, "cosine_with_min_lr", "inverse_sqrt", "polynomial", "wsd"]
+
+
 class OptimizerConfig(StrictConfig):
     """The optimizer and its learning-rate schedule."""
 
@@ -214,16 +216,7 @@ class OptimizerConfig(StrictConfig):
     weight_decay: float = option(0.0, "pull of the weights towards 0", ge=0)
     betas: Betas = option((0.9, 0.999), "decay of the running averages of gradient and square")
     eps: float = option(1e-8, "added to the root of the averaged square; 1e-5 in PPO", gt=0)
-    schedule: Literal[
-        "constant",
-        "linear",
-        "cosine",
-        "constant_with_warmup",
-        "cosine_with_min_lr",
-        "inverse_sqrt",
-        "polynomial",
-        "wsd",
-    ] = option("linear", "lr after the warm-up")
+    schedule: _Schedule = option("linear", "lr after the warm-up")
     min_lr_rate: float | None = option(
         None, "where cosine_with_min_lr (0.1), polynomial (0) and wsd (0) end, as a share of lr", ge=0, lt=1
     )
@@ -244,8 +237,7 @@ class OptimizerConfig(StrictConfig):
             if key in self.model_fields_set and getattr(self, key) != OptimizerConfig.model_fields[key].default:
                 if self.schedule not in kinds:
                     raise ValueError(
-                        f"{key} belongs to schedule {' or '.join(kinds)}, but schedule is {self.schedule!r}: leave it "
-                        "out."
+                        f"{key} belongs to schedule {' or '.join(kinds)}, but schedule is {self.schedule!r}."
                     )
         return self
 
@@ -308,7 +300,7 @@ class StopConfig(StrictConfig):
             return {"metric": "overoptimised", "patience": 1}
         if isinstance(value, str):
             raise ValueError(
-                f"stop_on is {value!r}; it is overoptimised, or settings such as {{metric: eval/loss, patience: 3}}."
+                f"stop_on is {value!r}; it is overoptimised, or such as {{metric: eval/loss, patience: 3}}."
             )
         return value
 
@@ -317,12 +309,10 @@ class StopConfig(StrictConfig):
         """What belongs to the other rule isn't ignored."""
         if self.metric == "overoptimised" and (self.mode or self.min_delta):
             raise ValueError(
-                "stop_on.mode and stop_on.min_delta mean nothing with metric: overoptimised. Leave them out."
+                "stop_on.mode and stop_on.min_delta mean nothing with metric: overoptimised: leave them out."
             )
         if self.metric != "overoptimised" and self.gold:
-            raise ValueError(
-                f"stop_on.gold belongs to metric: overoptimised, and the metric is {self.metric!r}. Leave it out."
-            )
+            raise ValueError(f"stop_on.gold belongs to metric: overoptimised, not {self.metric!r}. Leave it out.")
         return self
 
 

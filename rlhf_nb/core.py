@@ -50,11 +50,8 @@ class GPU(NamedTuple):
 
 def probe_gpu(device: torch.device) -> GPU:
     """Ask CUDA about a device: its name, its compute capability, and whether bf16 is native."""
-    return GPU(
-        torch.cuda.get_device_name(device),
-        torch.cuda.get_device_capability(device),
-        torch.cuda.is_bf16_supported(including_emulation=False),
-    )
+    native = torch.cuda.is_bf16_supported(including_emulation=False)
+    return GPU(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device), native)
 
 
 @cache
@@ -105,18 +102,14 @@ def _cuda_choice(gpu: GPU, want: str) -> tuple[str, str]:
     what = f"{gpu.name} (compute capability {major}.{minor})"
     if want == "bf16" and not native:
         raise ConfigError(
-            f"precision: 'bf16' was asked for, but {what} has no bf16 units and would emulate it, slower than fp32. "
-            "Use 'auto' or 'fp16'."
+            f"precision: 'bf16' was asked for, but {what} only emulates bf16, slower than fp32. Use 'auto' or 'fp16'."
         )
     if want != "auto":
         return want, f"{want} on {what}, as asked"
     if native:
         return "bf16", f"bf16 on {what}: native, and with the range of fp32, so no loss scaling"
     if major >= 7:
-        return (
-            "fp16",
-            f"fp16 with loss scaling on {what}: tensor cores for fp16, none for bf16 (torch would emulate it)",
-        )
+        return "fp16", f"fp16 with loss scaling on {what}: tensor cores for it, none for bf16 (torch would emulate it)"
     return "fp32", f"fp32 on {what}: no tensor cores, half precision would gain nothing"
 
 
@@ -132,7 +125,7 @@ def _other_choice(kind: str, want: str, ratio: float = 0.0) -> tuple[str, str]:
     if want == "fp16" or (want == "bf16" and kind != "cpu"):
         other = "'auto', 'fp32' or 'bf16'" if kind == "cpu" else "'auto' or 'fp32'"
         raise ConfigError(
-            f"precision: {want!r} was asked for, but training in it on {where} is not dependable. Use {other}."
+            f"precision: {want!r} was asked for, but training in it on {where} isn't reliable. Use {other}."
         )
     if want == "bf16" and ratio < 1:
         slow = f"bf16 on the CPU, as asked, though products run at {ratio:.2f} times the speed of fp32 here"
@@ -140,13 +133,8 @@ def _other_choice(kind: str, want: str, ratio: float = 0.0) -> tuple[str, str]:
     if want != "auto":
         return want, f"{want} on {where}, as asked"
     if kind == "cpu" and ratio >= BF16_PAYS:
-        return (
-            "bf16",
-            (
-                f"bf16 products on the CPU, {ratio:.1f} times as fast here as in fp32; weights and sums stay in fp32 "
-                "(precision=fp32 for all)"
-            ),
-        )
+        fast = f"bf16 products on the CPU, {ratio:.1f} times as fast here as in fp32"
+        return "bf16", f"{fast}; weights and sums stay in fp32 (precision=fp32 for all)"
     if kind == "cpu":
         return "fp32", "fp32 on the CPU: the format every CPU computes at full speed, and repeats bit for bit"
     return "fp32", f"fp32 on {kind}: its half-precision training is not dependable"
@@ -214,12 +202,9 @@ def pick_device(want: str = "auto") -> torch.device:
 
 # %% ../nbs/core.ipynb #b7bd8315
 def decide_precision(
-    device: torch.device | str | None = None,
-    want: str = "auto",
-    probe: Callable[[torch.device], GPU] = probe_gpu,
-    parameters: int = 0,
-    cpu: Callable[[], float] = probe_cpu,
-) -> Precision:
+    device: torch.device | str | None = None, want: str = "auto", probe: Callable[[torch.device], GPU] = probe_gpu,
+    parameters: int = 0, cpu: Callable[[], float] = probe_cpu,
+) -> Precision:  # fmt: skip
     """Decide, in one place, which number formats a run uses, and say why in one line.
 
     Args:

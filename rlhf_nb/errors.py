@@ -186,6 +186,4 @@ def read_interval(value: int | str | None) -> Interval:
     unit = {"s": "s", "m": "min", "h": "h", "": ""}[near[2]] if near else ""
     hint = f" Did you mean {near[1]}{unit}?" if near and float(near[1]) > 0 and f"{near[1]}{unit}" != text else ""
     hint = hint or (f" Write {text} without quotes." if text.isdigit() and int(text) > 0 else "")
-    raise ValueError(
-        f"got {value!r}, expected a number of steps (100), a time (30s, 10min, 2h) or null for never.{hint}"
-    )
+    raise ValueError(f"got {value!r}, expected a number of steps (100), a time (30s, 10min, 2h), or null: never.{hint}")

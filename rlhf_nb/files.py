@@ -22,14 +22,8 @@ class FileRefused(RlhfError, OSError):
     """A name in a folder is no regular file, leads out of the folder, or holds more than is read."""
 
 
-_KINDS = {
-    stat.S_IFDIR: "a directory",
-    stat.S_IFIFO: "a named pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFLNK: "a link to itself",
-}
+_KINDS = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
+_KINDS |= {stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFLNK: "a link to itself"}
 
 
 def _look(path: Path, about: os.stat_result, limit: int | None) -> None:
@@ -87,8 +81,7 @@ def open_regular(path: _Path, mode: str = "rb", *, root: _Path | None = None, li
     home, real = os.path.realpath(path.parent if root is None else root), os.path.realpath(path)
     if not Path(real).is_relative_to(home):
         raise FileRefused(
-            f"{path} is a link to {real}, which lies outside of {home}, so it is neither read nor written: delete the "
-            "link, or put a copy in its place."
+            f"{path} is a link to {real}, outside of {home}: delete the link, or put a copy in its place."
         )
     return open(real, mode, encoding=None if "b" in mode else "utf-8", opener=_opener(path, limit))
 

@@ -138,9 +138,7 @@ def _parse_value(text: str) -> Any:
         value = parse_yaml(text)
     except Unreadable as e:
         if bracketed:
-            raise ConfigError(
-                f"override value {text!r:.80} is not valid YAML ({e}): check its brackets and quotes."
-            ) from e
+            raise ConfigError(f"override value {text!r:.80} is no valid YAML ({e}): check brackets and quotes.") from e
         return text
     plain_text = isinstance(value, str | dict | list) or (value is None and text not in _NULLS)
     return text if plain_text and not bracketed else value
@@ -166,9 +164,8 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
             raise ConfigError(f"override {item!r} is not of the form key=value (for example optimizer.lr=1e-5).")
         group = out
         value = _parse_value(text)
-        if parts[0] in SHORT and isinstance(
-            value if len(parts) == 1 else out.get(parts[0]), str
-        ):  # data=FILE data.x=...
+        whole = value if len(parts) == 1 else out.get(parts[0])
+        if parts[0] in SHORT and isinstance(whole, str):  # data=FILE data.x=...
             given = out.get(parts[0], {})
             out[parts[0]] = {SHORT[parts[0]]: given} if isinstance(given, str) else given
             parts = [*parts, SHORT[parts[0]]] if len(parts) == 1 and given else parts
@@ -298,9 +295,8 @@ def _unknown_key(root: type[BaseModel], place: _Place) -> str:
     paths = sorted(_all_paths(root), key=len, reverse=True)
     here = {name: f"{above}.{name}" if above else name for name in place.group.model_fields}
     words = {p.split(".")[-1]: p for p in paths}
-    if (
-        not above and "output_dir" in root.model_fields
-    ):  # of a run. TRL's words: those with another name here by that name, those with another meaning as they are
+    if not above and "output_dir" in root.model_fields:  # of a run
+        # TRL's words: those with another name here by that name, those with another meaning as they are
         words |= {word: word for word in (*CONVERTED, *BATCHES, *trl_words("free"), *trl_words("explained"))}
         words |= {word: ours for word, ours in trl_words("same").items() if ours in paths}
     words |= here
@@ -321,11 +317,8 @@ def _expected(place: _Place) -> str:
     metadata = place.info.metadata if place.info else []
     if place.info and any(getattr(m, "pattern", None) for m in metadata):
         return place.info.description or "text of another form"
-    bounds = {
-        b: t
-        for b, t in _BOUNDS.items()
-        if not any(get_origin(o) is list for o in _options(place.kind)) or "length" not in b
-    }
+    lists = any(get_origin(o) is list for o in _options(place.kind))
+    bounds = {b: t for b, t in _BOUNDS.items() if not lists or "length" not in b}
     found = [t.format(getattr(m, b)) for m in metadata for b, t in bounds.items() if getattr(m, b, None) is not None]
     return say_kind(place.kind, " " + " and ".join(found) if found else "")
 
@@ -472,11 +465,8 @@ class StrictConfig(BaseModel):
     def in_our_words(cls, data: Mapping[str, Any]) -> dict[str, Any]:
         """Settings with the words of TRL replaced by ours where they mean the same: see `aliases`."""
         default = lambda key: cls.model_fields[key].get_default(call_default_factory=True, validated_data={})
-        short = {
-            k: {SHORT[k]: v}
-            for k, v in data.items()
-            if k in SHORT and isinstance(v, str) and cls.has(f"{k}.{SHORT[k]}")
-        }
+        names = [k for k, v in data.items() if k in SHORT and isinstance(v, str) and cls.has(f"{k}.{SHORT[k]}")]
+        short = {k: {SHORT[k]: data[k]} for k in names}
         return translate({**data, **short}, cls.has, default)
 
     @model_validator(mode="before")

@@ -163,18 +163,11 @@ def _take(x: Any, index: slice | Tensor) -> Any:
     return [x[i] for i in host(index).tolist()]
 
 
-def _move(x: Any, device: torch.device | str) -> Any:
-    """A column with its tensors on another device."""
+def _each(x: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A column with its tensors changed."""
     if isinstance(x, dict):
-        return {k: _move(v, device) for k, v in x.items()}
-    return sent(x, device) if isinstance(x, Tensor) else x
-
-
-def _on_host(x: Any) -> Any:
-    """A column as the host knows it."""
-    if isinstance(x, dict):
-        return {k: _on_host(v) for k, v in x.items()}
-    return host(x) if isinstance(x, Tensor) else x
+        return {k: _each(v, change) for k, v in x.items()}
+    return change(x) if isinstance(x, Tensor) else x
 
 
 def _leaves(columns: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -278,7 +271,7 @@ class Batch:
 
     def to(self: _B, device: torch.device | str) -> _B:
         """The same batch with its tensors on another device."""
-        return type(self)(**{k: _move(v, device) for k, v in self.columns_dict().items()})
+        return type(self)(**{k: _each(v, lambda x: sent(x, device)) for k, v in self.columns_dict().items()})
 
     def seen(self: _B) -> _B:
         """All columns on the CPU, brought there in one message, and known to the host from then on;
@@ -289,7 +282,7 @@ class Batch:
         if not away:
             return self
         fetch(away)
-        return type(self)(**{k: _on_host(v) for k, v in columns.items()})
+        return type(self)(**{k: _each(v, host) for k, v in columns.items()})
 
     def check(self: _B) -> _B:
         """Raise DataError if the columns don't belong together; return self, so that calls can be chained."""
@@ -564,12 +557,9 @@ class PromptBatch(Batch):
 
     @classmethod
     def from_lists(
-        cls,
-        prompt_ids: Sequence[Sequence[int]],
-        prompts: Sequence[Any] | None = None,
-        columns: dict[str, list[Any]] | None = None,
-        pad_id: int = 0,
-    ) -> PromptBatch:
+        cls, prompt_ids: Sequence[Sequence[int]], prompts: Sequence[Any] | None = None,
+        columns: dict[str, list[Any]] | None = None, pad_id: int = 0,
+    ) -> PromptBatch:  # fmt: skip
         """Lists of token ids as a padded batch.
 
         Args:
@@ -627,14 +617,9 @@ class PreferenceBatch(Batch):
 
     @classmethod
     def from_lists(
-        cls,
-        prompts: TokenLists,
-        chosen: TokenLists,
-        rejected: TokenLists,
-        pad_id: int = 0,
-        margin: Sequence[float] | None = None,
-        masks: tuple[LossMasks | None, LossMasks | None] = (None, None),
-    ) -> PreferenceBatch:
+        cls, prompts: TokenLists, chosen: TokenLists, rejected: TokenLists, pad_id: int = 0,
+        margin: Sequence[float] | None = None, masks: tuple[LossMasks | None, LossMasks | None] = (None, None),
+    ) -> PreferenceBatch:  # fmt: skip
         """Lists of token ids as a padded batch.
 
         Args:

@@ -63,11 +63,9 @@ def _depth(value: Any) -> int:
 
 
 def json_value(
-    text: str | bytes,
-    limit: int = MAX_LINE,
-    pairs: Callable[[list[tuple[str, Any]]], Any] | None = None,
+    text: str | bytes, limit: int = MAX_LINE, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None,
     whole: bool = True,
-) -> Any:
+) -> Any:  # fmt: skip
     """The value of a JSON text that anybody may have written.
 
     Args:

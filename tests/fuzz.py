@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from rich.console import Console
 
+from rlhf_nb.bench.talk import manner_of, read_generation
 from rlhf_nb.config import ModelConfig, parse_overrides, read_config_file
 from rlhf_nb.core import RlhfError
 from rlhf_nb.data import toy
@@ -361,6 +362,7 @@ def model_folder(folder: Path, data: bytes) -> None:
     damaged = mutated(victim.read_bytes(), draw)
     victim.write_bytes(damaged)
     find_model(str(folder / "m"))
+    manner_of(CHATTY, read_generation(ModelConfig(name_or_path=str(folder / "m"))))
     load_model(str(folder / "m"), device="cpu")
 
 
@@ -511,14 +513,14 @@ def folder_of_names(folder: Path, data: bytes) -> None:
         )
 
 
-TOKENIZER = toy.build_tokenizer()
+TOKENIZER, CHATTY = toy.build_tokenizer(), SimpleNamespace(chat_template="x", eos_token_id=1)
 CHECKPOINTS, MODEL, REWARD = Path(), Path(), Path()
 
 
 def prepare(folder: Path) -> None:
     """Good checkpoints and a good model, made once."""
     global CHECKPOINTS, MODEL, REWARD
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
     CHECKPOINTS, MODEL, REWARD = folder / "checkpoints", folder / "model", folder / "reward"
     for step in (1, 2):
@@ -534,6 +536,15 @@ def prepare(folder: Path) -> None:
         "num_key_value_heads": 2,
     }
     net = LlamaForCausalLM(LlamaConfig(vocab_size=len(TOKENIZER), **shape, max_position_embeddings=32))
+    says = {
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 20,
+        "eos_token_id": [1, 2],
+        "max_new_tokens": 32,
+        "typical_p": 0.9,
+    }
+    net.generation_config = GenerationConfig(do_sample=True, repetition_penalty=1.1, **says)
     net.save_pretrained(MODEL)
     TOKENIZER.save_pretrained(MODEL)
     RewardModel(net.model, ScalarHead(8, "mlp", 4), pooling="mean").save(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,35 @@ def test_reasoning_gym(name: str) -> None:
     game.reset({}, 5)
     marked = [game.step(Turn(text, [], None, 1, 9)) for text in (f"So: <answer>{right}</answer>.", right, "no idea")]
     assert [m.reward for m in marked[:2]] == [1.0, 1.0] and marked[2].reward < 0.5 and all(m.done for m in marked)
+
+
+HOSTILE = [  # answers of a policy that has learnt Python; each makes the file where it is evaluated
+    "open('{}', 'w')", "__import__('pathlib').Path('{}').touch()", "[open ('{}', 'w') for _ in [1]]", "(open\t('{}', 'w'))",
+    "(open #+\n('{}', 'w'))", "sqrt(\"ope%c%c'{}', 'w'%c\" % (110, 40, 41))", "[sqrt(p) for sqrt in [open] for p in ['{}', 'w']]",
+    "(exp:=open)('{}', 'w')", "x!*open('{}', 'w')", "f\"{{open('{}', 'w')}}\"",
+]  # fmt: skip
+
+
+def test_no_check_runs_a_policys_answer(tmp_path: Path) -> None:
+    """Of all datasets; those whose own check does run it are found by what it does."""
+    pytest.importorskip("reasoning_gym")
+    from reasoning_gym.factory import DATASETS
+
+    file, runs = tmp_path / "made", set()
+    for name in DATASETS.keys() - {"composite"}:  # which is made of the others
+        game = ReasoningGym(name)
+        game.reset({}, 5)
+        right = game.step(Turn(str(game.puzzles[0]["answer"]), [], None, 1, 9))
+        assert not right.metrics, f"{name}: its own answer was refused"
+        for answer in HOSTILE:
+            game.step(Turn(answer.format(file), [], None, 1, 9))
+            assert not file.exists(), f"{name}: {answer}"
+        with suppress(Exception):
+            game.puzzles.score_answer(HOSTILE[0].format(file), game.puzzles[0])
+        if file.exists():
+            runs.add(name)
+            file.unlink()
+    assert {"countdown", "n_queens", "simple_integration"} <= runs
 
 
 GAMES = {

@@ -258,6 +258,17 @@ def test_checkers_refuse_what_isn_t_an_answer_and_take_numpy(tmp_path: Path, mon
         assert learn.check("leash", lambda score, logp, ref_logp, kl_coef: score - kl_coef * (logp - ref_logp))
 
 
+def test_what_means_the_same_is_right() -> None:
+    """Words in capitals, a mask of 0 and 1, a tensor for a list; and an interval that is a little too short is seen with every seed."""
+    capitals = {what: f" {who.title()}" for what, who in learn.EXERCISES["parts"].truth().items()}
+    assert judge(learn.EXERCISES["parts"], capitals, 0) and not judge(learn.EXERCISES["parts"], capitals | {list(capitals)[0]: "critic"}, 0)  # fmt: skip
+    mask = learn.EXERCISES["learns_the_end"]
+    assert judge(mask, lambda *a: [int(x) for x in mask.truth(*a)], 0) and judge(mask, lambda *a: torch.tensor(mask.truth(*a)), 0)  # fmt: skip
+    assert not judge(mask, lambda *a: [2 * int(x) for x in mask.truth(*a)], 0)
+    said = judge(learn.EXERCISES["chain_rule"], lambda *a: torch.tensor(-2.1269280910491943), 0).says
+    assert "yours gave -2.127." in said
+
+
 FAKES = {  # what a submission may try to be called right, or to leave behind
     "replies": "import json, os, sys\njson.dump = lambda x, out: out.write('right')\n[setattr(m, n, lambda *a, **k: True) for m in "
     "[*sys.modules.values()] for n in ('same', '_compared', 'judge') if hasattr(m, n)]\ndef f(s): return 0",

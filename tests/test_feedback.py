@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -141,8 +142,12 @@ def test_a_run_says_which_file_it_read(tmp_path: Path) -> None:
     assert models_that_saw({"nobody"}, store, [tmp_path / "runs"]) == []
 
 
-@pytest.mark.parametrize("names", [3, 20, 10**6])
-def test_new_names_of_one_address_are_one_opinion(names: int) -> None:
+SHARES = [(n, 1, 0) for n in (3, 20, 10**6)]
+SHARES += [pytest.param(n, 3, s, marks=pytest.mark.slow) for n in (1, 3, 20, 10**6) for s in (0, 1, 2)]
+
+
+@pytest.mark.parametrize(("names", "judged", "seed"), SHARES)
+def test_new_names_of_one_address_are_one_opinion(names: int, judged: int, seed: int) -> None:
     """A fifth of the votes is hostile, under so many names; counting heads must be beaten by ten points."""
     from rlhf_nb.data import toy
     from rlhf_nb.feedback.annotators import aggregate
@@ -152,7 +157,9 @@ def test_new_names_of_one_address_are_one_opinion(names: int) -> None:
     prompts = [row["prompt"] for row in toy.train_prompts(500, seed=3)]
     speakers = {n: [toy.speak(p, n, random.Random(i)) for i, p in enumerate(prompts)] for n in toy.PERSONAS}
     said = []
-    for i, (who, x) in enumerate(simulate(make_pairs(prompts, speakers, per_prompt=1, seed=0))):
+    for i, (who, x) in enumerate(
+        simulate(make_pairs(prompts, speakers, per_prompt=1, seed=seed), judged=judged, seed=seed)
+    ):
         user = f"mallory-{i % names}" if who == "mallory" else who
         said.append(Feedback(**{**x.__dict__, "user": user, "source": "one key", "id": f"{i:06d}"}))
 
@@ -161,6 +168,35 @@ def test_new_names_of_one_address_are_one_opinion(names: int) -> None:
         return sum(float(a > b) for a, b in gaps if a != b) / sum(bool(a != b) for a, b in gaps)
 
     assert right(aggregate(said).pairs) > right(aggregate(said, robust=False).pairs) + 0.1
+
+
+def test_neither_one_flood_nor_many_names_move_the_limit_of_others() -> None:
+    from rlhf_nb.feedback.annotators import Vote, limited
+
+    def kept(counts: dict[str, int]) -> Counter[str]:
+        votes = [Vote(user, f"item-{i}", 1, f"{user}-{i}") for user, n in counts.items() for i in range(n)]
+        return Counter(v.user for v in limited(votes))
+
+    honest = {f"user-{i}": 72 for i in range(16)}
+    for names in (1, 3, 20):
+        assert kept(honest | {f"mallory-{i}": 280 // names for i in range(names)}).items() >= honest.items(), names
+    assert kept({f"user-{i}": 10 for i in range(9)} | {"mallory": 100})["mallory"] == 30
+
+
+def test_only_what_chance_does_not_explain_tells_users_apart() -> None:
+    """Forty worlds in which all users are equally right, and one in which they aren't."""
+    from rlhf_nb.feedback.annotators import _shrunk
+
+    draw, apart = random.Random(0), []
+    for _ in range(40):
+        votes = {f"user-{i}": draw.randrange(40, 100) for i in range(16)}
+        right = {u: sum(draw.random() < 0.8 for _ in range(n)) / n for u, n in votes.items()}
+        pulled = _shrunk(right, votes, set())
+        apart.append((max(pulled.values()) - min(pulled.values())) / (max(right.values()) - min(right.values())))
+    assert sorted(apart)[20] < 0.35 and max(apart) <= 1
+    few = _shrunk({"a": 0.6, "b": 0.9, "c": 0.3, "d": 0.4}, dict.fromkeys("abcd", 1000), {"c"})
+    assert few["a"] == pytest.approx(0.6, abs=0.01) and few["b"] == pytest.approx(0.9, abs=0.01)
+    assert (few["c"], few["d"]) == (0.3, 0.4), "who isn't believed pulls none"
 
 
 def test_a_name_is_forgotten_under_every_key_and_address(tmp_path: Path) -> None:

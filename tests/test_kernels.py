@@ -20,7 +20,9 @@ interpreted = pytest.mark.skipif(find_spec("triton") is None, reason="Triton isn
 def test_a_cpu_uses_none_of_them_and_asks_for_no_triton() -> None:
     code = (
         "import sys, torch; from rlhf_nb.fast import kernels; assert not kernels.fused(torch.device('cpu')); "
-        "assert torch.version.cuda or 'triton' not in sys.modules"
+        "assert torch.version.cuda or 'triton' not in sys.modules; "
+        "import importlib.util as u, os; u.find_spec = lambda name: None; os.environ['TRITON_INTERPRET'] = '1'; "
+        "import importlib; assert not importlib.reload(kernels).TRITON"  # asked for, and not installed
     )
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env=env)

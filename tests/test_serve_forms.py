@@ -26,6 +26,7 @@ from rlhf_nb.data.templates import encode_continuations, set_chat_template, trai
 from rlhf_nb.decode.constrained import Constrained
 from rlhf_nb.models.load import save_model
 from rlhf_nb.serve import reading
+from rlhf_nb.serve.desk import Desk, Exchange
 from rlhf_nb.serve.gate import new_key
 from rlhf_nb.serve.protocol import ChatAsked, Form, Refused, TextAsked, read_request
 from rlhf_nb.serve.reading import EmbeddingsAsked, ScoreAsked
@@ -310,6 +311,24 @@ def test_a_task_that_fails_ends_no_thread(chat: Running) -> None:
     chat.site.batcher.do(fails, "eve", 3.0)
     assert post(chat, "/v1/completions", prompt="An owl", max_tokens=2).status_code == 200
     assert not chat.site.batcher._tasks and chat.site.batcher.alive
+
+
+FAULTS = [(Desk, "_encode"), (Desk, "_room"), (Desk, "_ask"), (Exchange, "ask"), (ChatAsked, "sampling"), (ChatAsked, "stops"), (None, "decode")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("owner", "step"), FAULTS)
+def test_a_fault_at_any_step_gives_the_places_back(
+    chat: Running, monkeypatch: pytest.MonkeyPatch, owner: Any, step: str
+) -> None:
+    """Of a request that was let in; `decode` fails in the thread that owns the models."""
+
+    def broken(*args: Any, **more: Any) -> Any:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(owner or chat.site.models["m"].tokenizer, step, broken, raising=owner is not None)
+    form = {"type": "json_schema", "json_schema": {"name": "owl", "schema": SCHEMA}}
+    assert post(chat, "/v1/chat/completions", messages=ASK, response_format=form, max_tokens=8).status_code == 500
+    assert chat.free(), "a place was lost"
 
 
 def test_all_that_a_message_says_counts_before_it_is_read(chat: Running) -> None:

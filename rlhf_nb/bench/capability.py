@@ -59,19 +59,7 @@ class Capability(NamedTuple):
         return f"{self.suite}: {self.verdict}, {found}"
 
 
-_SAME = (
-    "seed",
-    "system",
-    "raw",
-    "greedy",
-    "max_new_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "judge",
-    "rules",
-)
+_SAME = "seed system raw greedy max_new_tokens temperature top_k top_p min_p judge rules".split()
 
 
 def _paired(gap: Any, level: float) -> Estimate:
@@ -164,14 +152,12 @@ class CapabilityTester:
         new = results[name]
         if new.fingerprint != task.fingerprint:
             raise DataError(
-                f"suite {name!r} is not the frozen one: its rows or its rule were changed, so its scores can't be "
-                f"compared."
+                f"suite {name!r} is not the frozen one: with other rows or rules no scores can be compared."
             )
         for key, was in task.settings.items():
             if new.settings.get(key) != was:
                 raise DataError(
-                    f"suite {name!r} was frozen with {key}={was}, and now it is {new.settings.get(key)}: evaluate both "
-                    f"alike."
+                    f"suite {name!r} was frozen with {key}={was}, now {new.settings.get(key)}: evaluate both alike."
                 )
         gap = np.array([r.score - task.rows[r.id] for r in new.rows if r.score is not None and r.id in task.rows])
         if len(gap) < 2:

@@ -137,10 +137,7 @@ def compare_folders(
         DataError: no results there, or of different suites.
     """
     if len(places) < 2:
-        raise DataError(
-            f"a comparison needs the folders of two results or more: {me()} compare runs/eval/SUITE/A "
-            "runs/eval/SUITE/B."
-        )
+        raise DataError(f"a comparison needs two or more results: {me()} compare runs/eval/SUITE/A runs/eval/SUITE/B.")
     sides = _sides(places)
     folder = Path(config.output_dir or Path("runs/eval") / sides[0].results.suite / "compare")
     folder.mkdir(parents=True, exist_ok=True)
@@ -155,9 +152,7 @@ def compare_folders(
     for (i, j), opinion in judged.items():
         notes.append(f"Judge on {names[i]} and {names[j]}: {opinion}.")
         if opinion.flips > 0.5:
-            notes.append(
-                "Most of its verdicts turn with the order: they tell where an answer stood, and nothing of the models."
-            )
+            notes.append("Most of its verdicts turn with the order: they tell where an answer stood, not which model.")
     shown = [
         {
             "first": p.first, "second": p.second, "difference": p.difference._asdict(),

@@ -224,10 +224,7 @@ def make_rule(suite: Suite, config: EvalConfig, tokenizer: Any, folder: str) -> 
     kind = next((k for k in said if k in _RULES), None)
     if kind is None:
         if not said:
-            raise ConfigError(
-                f"suite {suite.config.name} has no rule: {', '.join(_RULES)}, or an entry as in rewards, such as "
-                "{verify: exact}."
-            )
+            raise ConfigError(f"suite {suite.config.name} has no rule: {', '.join(_RULES)} or {{verify: exact}}.")
         known = (*_RULES, "verify", "fn", "file", "model", "url", "classifier")
         if not set(said) & set(known):
             key = next(iter(said))
@@ -249,9 +246,8 @@ def make_rule(suite: Suite, config: EvalConfig, tokenizer: Any, folder: str) -> 
         lacking = [row for row in suite.rows if said.get("against", "id") not in row]
         if lacking:
             raise DataError(
-                f"row {lacking[0]['id']!r}: the rule judge needs the column {said['against']!r}, the answer to "
-                f"beat. It has: {', '.join(lacking[0])}. To rate answers by themselves, write a suite with "
-                "rule: {judge: true}."
+                f"row {lacking[0]['id']!r}: the rule judge needs the column {said['against']!r}, the answer to beat. "
+                f"It has: {', '.join(lacking[0])}. To rate answers by themselves, give a suite rule: {{judge: true}}."
             )
         rule = against_rule(judge, said["against"]) if "against" in said else judge_rule(judge)
     else:

@@ -94,23 +94,17 @@ class Results(StrictConfig):
         """
         path = Path(path) / "results.json" if Path(path).is_dir() else Path(path)
         if not path.is_file():
-            unfinished = (path.parent / "answers.jsonl").exists()
-            more = (
-                "the evaluation there isn't finished: type its command again."
-                if unfinished
-                else "evaluate first: `rlhf-nb eval MODEL --suite NAME`, or `rlhf-nb compare A B --suite NAME`."
-            )
+            more = "evaluate first: `rlhf-nb eval MODEL --suite NAME`, or `rlhf-nb compare A B --suite NAME`."
+            if (path.parent / "answers.jsonl").exists():
+                more = "the evaluation there isn't finished: type its command again."
             raise DataError(f"there is no {path}; {more}")
         try:
             value = json_value(path.read_bytes())
         except Unreadable as e:
             raise DataError(f"{path}: {e}.") from e
         if not isinstance(value, dict) or value.get("format") != "rlhf-nb/eval" or value.get("version") != 1:
-            found = (
-                f"{value.get('format')!r}, version {value.get('version')!r}"
-                if isinstance(value, dict)
-                else "something else"
-            )
+            kind = isinstance(value, dict)
+            found = f"{value.get('format')!r}, version {value.get('version')!r}" if kind else "something else"
             raise DataError(f"{path} holds {found}; results of format rlhf-nb/eval, version 1, are read.")
         return cls.model_validate(value)
 
@@ -265,18 +259,15 @@ def compare_results(
             what = f"suite {r.suite!r}" if r.suite != results[0].suite else "other rows, or another rule or limit,"
             raise DataError(
                 f"{name} has {what} and {called[0]} has {results[0].suite!r}: only answers to the same rows can be "
-                f"paired. Evaluate both alike."
+                "paired. Evaluate both alike."
             )
         other = results[0].settings
         if judged is None and r.settings.get("judge") != other.get("judge"):
-            raise DataError(
-                f"{name} and {called[0]} were rated by different judges: only scores of one judge can be compared."
-            )
+            raise DataError(f"{name} and {called[0]} were rated by different judges: scores of one can be compared.")
         if judged is None and "rules" in other and r.settings.get("rules", other["rules"]) != other["rules"]:
             raise DataError(
                 f"{name} was scored by rules of the versions {r.settings['rules']} and {called[0]} by "
-                f"{other['rules']}: "
-                "evaluate the older one again (--overwrite)."
+                f"{other['rules']}: evaluate the older one again (--overwrite)."
             )
     pairs = []
     for i in range(len(results)):
@@ -318,8 +309,8 @@ class Judged(NamedTuple):
         kappa = "" if math.isnan(self.kappa) else f" (κ {self.kappa:.2f})"
         return (
             f"both orders agree in {self.agreement:.0%} of pairs{kappa}, position bias "
-            f"{round(self.position_bias, 3) + 0.0:+.3f}, "
-            f"{self.flips:.0%} turn with the order, {self.no_opinion} without opinion"
+            f"{round(self.position_bias, 3) + 0.0:+.3f}, {self.flips:.0%} turn with the order, {self.no_opinion} "
+            "without opinion"
         )
 
 

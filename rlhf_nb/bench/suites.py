@@ -130,8 +130,7 @@ def _prepared(row: Row, config: SuiteConfig, i: int) -> Row:
     elif "turns" not in row:
         if not row.get("prompt"):
             raise DataError(
-                f"{where} has neither prompt nor turns. It has: {', '.join(row) or 'nothing'}. Rename one in the "
-                "suite's file: columns: {THEIRS: prompt}."
+                f"{where} has neither prompt nor turns, but {', '.join(row) or 'nothing'}: columns: {{THEIRS: prompt}}"
             )
         row["turns"] = [row["prompt"]]
     if not isinstance(row["turns"], list) or not row["turns"] or not all(row["turns"]):
@@ -157,16 +156,10 @@ def load_suite(name: str | Path, file: str | Path | None = None, limit: int | No
         hint = did_you_mean(str(name), known, f"There are: {', '.join(known)}; or name a YAML file.")
         raise ConfigError(f"there is no suite {str(name)!r}, and no such file. {hint}")
     if path.suffix not in (".yaml", ".yml", ".json"):
-        raise ConfigError(
-            f"suite {str(name)!r} is no YAML file. Rows go with a suite that says how they are scored: "
-            f"--suite NAME --file {path.name}."
-        )
+        raise ConfigError(f"suite {str(name)!r} is no YAML file. Rows go with one: --suite NAME --file {path.name}.")
     config = SuiteConfig.model_validate(read_config_file(path))
     if file is None and config.rows is None:
-        raise ConfigError(
-            f"suite {config.name} brings no rows: name the file, --file FILE, "
-            f"{config.file or 'JSON lines with a prompt'}."
-        )
+        raise ConfigError(f"suite {config.name} brings no rows: --file FILE, {config.file or 'JSON lines of prompts'}.")
     rows: Sequence[Mapping[str, Any]] = read_rows(file) if file is not None else config.rows or []
     made = [_prepared(dict(row), config, i) for i, row in enumerate(rows[:limit])]
     if not made:
@@ -256,9 +249,8 @@ def judge_rule(judge: Judge) -> ScoringRule:
         criteria = criteria_of([(rows[i], turn) for i, turn in places])
         more = () if criteria is None else (criteria,)
         out: list[Scores] = [{} for _ in rows]
-        for (i, turn), value in zip(
-            places, judge.rate(prompts, [answers[i][t] for i, t in places], *more), strict=True
-        ):
+        ratings = judge.rate(prompts, [answers[i][t] for i, t in places], *more)
+        for (i, turn), value in zip(places, ratings, strict=True):
             out[i][f"turn_{turn + 1}"] = value
         for scores in out:
             known = [v for v in scores.values() if v is not None]
@@ -478,9 +470,8 @@ def check_same(before: Any, now: Mapping[str, Any], holds: str, option: str) -> 
     for key in {**before, **now}:
         if before.get(key) != now.get(key):
             raise RunError(
-                f"{holds} {key}={str(before.get(key)):.60}, and now it is {str(now.get(key)):.60}: "
-                f"they can't be mixed. Choose another {option}, or delete what is there (eval: "
-                f"--overwrite)."
+                f"{holds} {key}={str(before.get(key)):.60}, and now it is {str(now.get(key)):.60}: they can't be "
+                f"mixed. Choose another {option}, or delete what is there (eval: --overwrite)."
             )
 
 

@@ -11,15 +11,7 @@ from typing import Any
 
 from ..console import me, tell
 from ..config import ModelConfig, SamplingConfig, parse_overrides
-from rlhf_nb.core import (
-    ConfigError,
-    DataError,
-    ModelError,
-    derive_seed,
-    did_you_mean,
-    evaluating,
-    mended,
-)
+from ..core import ConfigError, DataError, ModelError, derive_seed, did_you_mean, evaluating, mended
 from ..data.formats import Message
 from ..data.sources import prompt_batch
 from ..data.templates import encode_chat
@@ -37,11 +29,8 @@ __all__ = ['HELP', 'Manner', 'read_generation', 'manner_of', 'Partner', 'convers
 # %% ../../nbs/bench/talk.ipynb #13ce1d8b
 _OURS = ("temperature", "top_k", "top_p", "min_p")
 _OTHERS = {
-    "repetition_penalty": 1.0,
-    "no_repeat_ngram_size": 0,
-    "typical_p": 1.0,
-    "num_beams": 1,
-}  # and what changes nothing
+    "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "typical_p": 1.0, "num_beams": 1,
+}  # and what changes nothing  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -64,7 +53,11 @@ class Manner:
 
 
 def read_generation(place: ModelConfig) -> dict[str, Any]:
-    """The settings in a model's `generation_config.json` that differ from those of all models; {} where it has none."""
+    """The settings in a model's `generation_config.json` that differ from those of all models; {} where it has none.
+
+    Raises:
+        ModelError: they are no settings.
+    """
     from transformers import GenerationConfig
 
     if model_world(place.name_or_path):
@@ -76,7 +69,16 @@ def read_generation(place: ModelConfig) -> dict[str, Any]:
         found = pretrained(GenerationConfig, where, "generation config", revision=place.revision)
     except ModelError:
         return {}  # adapters and models that were saved by hand have none
-    return dict(found.to_diff_dict())
+    told = dict(found.to_diff_dict())
+    ends = told.get("eos_token_id")
+    numbers = [*(ends if isinstance(ends, list) else [ends]), *map(told.get, (*_OTHERS, "max_new_tokens"))]
+    try:
+        SamplingConfig(**{k: told[k] for k in _OURS if told.get("do_sample") and told.get(k) not in (None, 0)})
+        if wrong := [x for x in numbers if not isinstance(x, int | float | None)]:
+            raise ConfigError(f"{wrong[0]!r:.60} is no number.")
+    except ConfigError as e:
+        raise ModelError(f"generation_config.json of {where} can't be obeyed: {e} Mend or delete that file.") from e
+    return told
 
 
 def manner_of(
@@ -99,21 +101,14 @@ def manner_of(
     """
     chat = bool(getattr(tokenizer, "chat_template", None)) and not raw
     if greedy and (temperature is not None or top_p is not None or n > 1):
-        other = (
-            "a temperature" if temperature is not None else "top_p" if top_p is not None else f"{n} answers to a prompt"
-        )
-        raise ConfigError(
-            f"--greedy and {other} contradict each other: the likeliest answer is one. Leave one of the two out."
-        )
+        named = {"a temperature": temperature, "top_p": top_p, f"{n} answers to a prompt": n}
+        other = next(name for name, value in named.items() if value is not None)
+        raise ConfigError(f"--greedy and {other} contradict each other: the likeliest answer is one. Leave one out.")
     own = {k: says[k] for k in _OURS if says.get(k) is not None} if chat and says.get("do_sample") else {}
     said = {k: v for k, v in (("temperature", temperature), ("top_p", top_p)) if v is not None}
     longest = max_new_tokens or says.get("max_new_tokens") or (256 if chat else 64)
     listed = says.get("eos_token_id")
-    eos = (
-        [*(listed if isinstance(listed, list) else [] if listed is None else [listed]), tokenizer.eos_token_id]
-        if chat
-        else []
-    )
+    eos = [*(listed if isinstance(listed, list) else [listed]), tokenizer.eos_token_id] if chat else []
     likeliest = greedy or (chat and not said and not own and n == 1)
     unused = {k: says[k] for k, off in _OTHERS.items() if chat and says.get(k) not in (None, off)}
     drawn = {k: v for k, v in (own | said).items() if k != "temperature" or v > 0}
@@ -210,9 +205,8 @@ class Partner:
                 return ids, left_out
             if len(rest) < 3:
                 raise DataError(
-                    f"the message is {len(ids)} tokens long and the answer may have "
-                    f"{self.manner.sampling.max_new_tokens}, but the model reads {window}: shorten it, or lower "
-                    f"--max-new-tokens."
+                    f"the message is {len(ids)} tokens long, the answer up to {self.manner.sampling.max_new_tokens}, "
+                    f"but the model reads {window}: shorten it, or lower --max-new-tokens."
                 )
             rest, left_out = rest[2:], left_out + 1
 
@@ -308,14 +302,8 @@ def _obey(partners: Sequence[Partner], line: str) -> bool:
     if word in ("/reset", "/system"):
         for p in partners:
             p.reset(rest.strip() or (p.system if word == "/reset" else None))
-        tell(
-            "(forgotten what was said)"
-            if word == "/reset"
-            else "(a new beginning, with these instructions)"
-            if rest.strip()
-            else "(a new beginning)",
-            err=False,
-        )
+        begun = "(a new beginning, with these instructions)" if rest.strip() else "(a new beginning)"
+        tell("(forgotten what was said)" if word == "/reset" else begun, err=False)
     elif word == "/help":
         tell(HELP, err=False)
     else:
@@ -395,7 +383,7 @@ def decoder_settings(
             return DecoderConfig.model_validate(said)
         if said:
             raise ConfigError(
-                f"{next(iter(said))} belongs to a decoder, and none is named: add --decoder best_of_n:16, for example."
+                f"{next(iter(said))} belongs to a decoder, and none is named: --decoder best_of_n:16, say."
             )
         return None
     return DecoderConfig.model_validate({"kind": decoder, **said})
@@ -406,10 +394,7 @@ def _load_decoder(settings: DecoderConfig | None, greedy: bool, device: Any) -> 
     if settings is None:
         return None
     if greedy and KINDS[settings.kind].draws:
-        raise ConfigError(
-            f"--greedy and --decoder {settings} contradict each other: the likeliest answer is one, and there is "
-            f"nothing to choose from."
-        )
+        raise ConfigError(f"--greedy and --decoder {settings} contradict each other: leave one out.")
     from rlhf_nb.train.decoders import load_decoder
 
     return load_decoder(settings, device=str(device))

@@ -86,7 +86,7 @@ def feedback_command(
     kind: str = typer.Option("pairs", "--as", help="of --export: pairs (reward models, DPO) or kto"),
     heads: bool = typer.Option(False, "--heads", help="count heads: no limits, no reliabilities, outliers stay"),
     most: int = typer.Option(None, "--most", min=1,
-        help="votes of one user; default: three times the median user's, at least 20"),
+        help="votes of one user; default: three times what the user of the median vote has, at least 20"),
     scrub: bool = typer.Option(False, "--scrub",
         help="of --export: replace e-mail addresses, phone numbers, ... (needs presidio-analyzer)"),
     names: bool = typer.Option(False, "--names",

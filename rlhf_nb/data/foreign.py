@@ -187,13 +187,9 @@ _FEW = 64  # dialogues of one job
 
 
 def render_chats(
-    tok: Any,
-    dialogues: Sequence[Any],
-    ask: bool = False,
-    tools: Any = None,
-    template: str | None = None,
+    tok: Any, dialogues: Sequence[Any], ask: bool = False, tools: Any = None, template: str | None = None,
     thinking: bool | None = None,
-) -> list[str]:
+) -> list[str]:  # fmt: skip
     """Dialogues as text, each as `tok.apply_chat_template` would write it, in a child with limits.
 
     Args:
@@ -349,6 +345,5 @@ def try_tokenizer(file: Path) -> None:
             check_tokenizer_rules(rules)
     except (OSError, Unreadable, RefusedProgram) as e:
         raise ModelError(
-            f"the tokenizer {str(file)!r} is refused: {e}. If you trust its makers, model.trust_remote_code=true takes "
-            "it as it is."
+            f"the tokenizer {str(file)!r} is refused: {e}. If you trust it, model.trust_remote_code=true takes it."
         ) from e

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import math
 import re
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,8 +17,8 @@ from typing import Any
 from ..core import DataError, check_choice, suggest
 from ..errors import listed
 from rlhf_nb.data.shapes import (
-    PLAIN, SPEAKERS, SYSTEM, NothingToCompare, Reading, Shape, gather, instructions, note_shape, read_as, recognise,
-    shapes_of,
+    COLUMNS, PLAIN, SPEAKERS, SYSTEM, NothingToCompare, Reading, Shape, columns_used, gather, instructions,
+    note_shape, read_as, recognise, shapes_of,
 )  # fmt: skip
 from ..untrusted import MAX_LINE, json_value, mend
 
@@ -29,22 +30,22 @@ Row = dict[str, Any]  # one line of a dataset
 class DataWarning(UserWarning):
     """Rows were cut, dropped or repaired: how many of how many, why, and what can be done."""
 
+
+def warn_rows(message: str, kind: type[UserWarning] = DataWarning) -> None:
+    """A counted warning (or a note) about rows, shown at the line that asked this room for them."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("rlhf_nb.data."):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, kind, stacklevel=level)
+
 # %% auto #0
-__all__ = ['Message', 'Text', 'Row', 'COLUMNS', 'OPTIONAL', 'SFT_FORMATS', 'PROMPTED', 'USUAL', 'ROLES', 'HUMAN', 'ASSISTANT',
-           'DataWarning', 'format_table', 'detect_format', 'renamed', 'check_messages', 'without_none',
-           'hermes_as_calls', 'thoughts_of', 'with_thoughts', 'check_text', 'prompt_text', 'is_hh', 'parse_hh',
-           'extract_prompt', 'to_format', 'format_of', 'whole_rows', 'to_rows']
+__all__ = ['Message', 'Text', 'Row', 'OPTIONAL', 'SFT_FORMATS', 'PROMPTED', 'USUAL', 'ROLES', 'HUMAN', 'ASSISTANT', 'DataWarning',
+           'warn_rows', 'format_table', 'detect_format', 'renamed', 'check_messages', 'without_none', 'hermes_as_calls',
+           'thoughts_of', 'with_thoughts', 'check_text', 'prompt_text', 'is_hh', 'parse_hh', 'extract_prompt',
+           'to_format', 'format_of', 'whole_rows', 'to_rows', 'COLUMNS']
 
 # %% ../../nbs/data/formats.ipynb #e9212480
-COLUMNS: dict[str, tuple[str, ...]] = {  # most specific first
-    "preference": ("chosen", "rejected"),
-    "stepwise": ("prompt", "completions", "labels"),
-    "unpaired": ("prompt", "completion", "label"),
-    "prompt_completion": ("prompt", "completion"),
-    "messages": ("messages",),
-    "text": ("text",),
-    "prompt": ("prompt",),
-}
+_all_ = ["COLUMNS"]
 OPTIONAL: dict[str, tuple[str, ...]] = {"preference": ("prompt", "margin")}
 SFT_FORMATS = ("text", "messages", "prompt_completion", "preference")  # what a demonstration can be read from
 PROMPTED = ("preference", "prompt_completion", "prompt", "messages", "text")  # ... and a prompt
@@ -98,11 +99,9 @@ def _no_format(columns: Iterable[str] | Mapping[str, Any], allowed: Sequence[str
     found: dict[str, str] = {}
     hint = ""
     for c in there:
-        near, misspelt = (
-            _guess(c, [n for n in names if n not in there and n not in found.values()])
-            if c not in names
-            else (None, False)
-        )
+        if c in names:
+            continue
+        near, misspelt = _guess(c, [n for n in names if n not in there and n not in found.values()])
         if near:
             found[c] = near
             hint += f" Did you mean {near!r} by {c!r}?" if misspelt else ""
@@ -130,10 +129,7 @@ def _reads(columns: Iterable[str] | Mapping[str, Any], names: Mapping[str, str],
 def _elsewhere(allowed: Sequence[str]) -> str:
     """What can be done with rows that don't have what a purpose needs."""
     if list(allowed) == ["preference"]:
-        return (
-            "Pairs come from two answers to a prompt: a judge labels them (rlhf-nb rlaif); single answers train sft, "
-            "or kto with a label."
-        )
+        return "Pairs come from two answers: a judge labels them (rlhf-nb rlaif). One trains sft, or kto with a label."
     if list(allowed) == ["unpaired"]:
         return "kto needs a label, 0 or 1, for each answer, or pairs; answers alone train sft."
     return "rlhf-nb data FILE shows what a file is taken for."
@@ -176,14 +172,9 @@ def renamed(rows: Iterable[Row], names: Mapping[str, str | None]) -> Iterator[Ro
             if colon and left in row:
                 hint = f" A blank belongs behind the colon: 'data.columns={{{left}: {right}}}'."
             raise DataError(f"row 0 has no column {missing!r} to rename; its columns are {listed(row)}.{hint}")
-        taken = next(
-            (new for old, new in names.items() if old in row and new in row and new not in names and new != old), None
-        )
-        if taken is not None:
-            raise DataError(
-                f"row {i} has a column {taken!r} already, so nothing else can be called that; data.columns={{{taken}: "
-                "null, ...} drops it."
-            )
+        blocked = (new for old, new in names.items() if old in row and new in row and new not in {*names, old})
+        if (taken := next(blocked, None)) is not None:
+            raise DataError(f"row {i} has a column {taken!r} already; data.columns={{{taken}: null, ...}} drops it.")
         yield {new: v for k, v in row.items() if (new := names.get(k, k)) is not None}
 
 # %% ../../nbs/data/formats.ipynb #21f63d98
@@ -218,11 +209,8 @@ def check_messages(messages: Any, where: str = "messages") -> list[Message]:
             raise DataError(f"{where}[{i}] has the role {m['role']!r:.40}; known roles are {', '.join(ROLES)}.")
         if not isinstance(m.get("content") or "", str):
             _texts(m["content"], f"{where}[{i}].content")
-    return (
-        messages
-        if all(None not in m.values() and not m.get("tool_calls") and isinstance(m["content"], str) for m in messages)
-        else list(map(_called, messages))
-    )
+    plain = (None not in m.values() and not m.get("tool_calls") and isinstance(m["content"], str) for m in messages)
+    return messages if all(plain) else list(map(_called, messages))
 
 
 def _texts(content: Any, where: str) -> str:
@@ -233,9 +221,7 @@ def _texts(content: Any, where: str) -> str:
         return "".join(p["text"] for p in parts)
     seen = str(other.get("type", "")) if isinstance(other, Mapping) else ""
     if any(word in seen for word in ("image", "video", "audio")):
-        raise DataError(
-            f"{where} has a part of the type {seen!r}, and models are trained on text here: leave such rows out."
-        )
+        raise DataError(f"{where} has a part of the type {seen!r}, and models learn text here: leave such rows out.")
     raise DataError(f"{where}: content is {type(content).__name__} ({content!r:.40}), not text.")
 
 
@@ -362,9 +348,8 @@ _NAMES = {"Human": "user", "Assistant": "assistant"}
 def is_hh(value: Any) -> bool:
     """Whether a value is a dialogue in the notation of HH-RLHF (the blank line before the first turn may be
     missing)."""
-    return isinstance(value, str) and (
-        value.startswith(HUMAN) or (value.lstrip().startswith("Human:") and ASSISTANT in value)
-    )
+    begins = isinstance(value, str) and value.lstrip().startswith("Human:")
+    return begins and (value.startswith(HUMAN) or ASSISTANT in value)
 
 
 def parse_hh(text: str) -> list[Message]:
@@ -380,8 +365,7 @@ def parse_hh(text: str) -> list[Message]:
     before, *pieces = _TURN.split("\n\n" + text.lstrip())
     if before.strip() or not pieces:
         raise DataError(
-            f"{text[:40]!r} is no HH dialogue: it must start with 'Human:' (after a blank line), turns marked by "
-            f"{HUMAN!r} and {ASSISTANT!r}."
+            f"{text[:40]!r} is no HH dialogue, which begins with 'Human:', turns marked by {HUMAN!r} and {ASSISTANT!r}."
         )
     return [{"role": _NAMES[name], "content": words.strip()} for name, words in zip(pieces[::2], pieces[1::2])]
 
@@ -431,8 +415,7 @@ def extract_prompt(chosen: Text, rejected: Text) -> tuple[Text, Text, Text]:
         n = _shared_turns(chosen, rejected)
     else:
         raise DataError(
-            f"chosen is {type(chosen).__name__}, rejected is {type(rejected).__name__}; both must be texts, or both "
-            "messages."
+            f"chosen is {type(chosen).__name__}, rejected is {type(rejected).__name__}; both must be texts or messages."
         )
     return chosen[:n], chosen[n:], rejected[n:]
 
@@ -513,8 +496,7 @@ def _preference(row: Row, where: str) -> Row:
     if any(s != "assistant" for s in speakers):
         raise DataError(
             f"{where}: chosen and rejected aren't answers to one prompt: after the prompt they start with "
-            f"{' and '.join(speakers)}; give answers of the assistant alone, or whole dialogues that begin with the "
-            "same turns."
+            f"{' and '.join(speakers)}; give the assistant's answers alone, or whole dialogues that begin alike."
         )
     margin = {} if row.get("margin") in (None, "") else {"margin": _margin(row["margin"], f"{where}, margin")}
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected, **margin}
@@ -538,10 +520,7 @@ def _stepwise(row: Row, where: str) -> Row:
     steps, labels = row["completions"], row["labels"]
     if not isinstance(steps, list) or not isinstance(labels, list) or len(steps) != len(labels) or not steps:
         sizes = [len(x) if isinstance(x, list) else type(x).__name__ for x in (steps, labels)]
-        raise DataError(
-            f"{where}: completions and labels must be lists with one label for each step; they are {sizes[0]} and "
-            f"{sizes[1]}."
-        )
+        raise DataError(f"{where}: completions, labels: one label for each step is needed, not {sizes[0]}, {sizes[1]}.")
     return {
         "prompt": _prompt(row["prompt"], f"{where}, prompt"),
         "completions": [check_text(s, f"{where}, completions[{i}]") for i, s in enumerate(steps)],
@@ -563,8 +542,7 @@ def _tools(row: Row, where: str) -> Row:
         return {}  # Hermes: the first message has them already
     if not isinstance(tools, list) or not all(isinstance(t, Mapping) for t in tools):
         raise DataError(
-            f"{where}, tools is {type(tools).__name__} ({tools!r:.40}); expected a list of JSON schemas. "
-            "data.columns={tools: null} drops the column."
+            f"{where}, tools is {tools!r:.40}; expected a list of JSON schemas. data.columns={{tools: null}} drops it."
         )
     return {"tools": without_none(tools)}
 
@@ -593,9 +571,8 @@ def _normal(row: Row, fmt: str, where: str) -> Row:
         return _stepwise(row, where)
     if fmt == "messages":
         talk = row["messages"]
-        return {"messages": parse_hh(talk) if is_hh(talk) else check_messages(talk, f"{where}, messages")} | _tools(
-            row, where
-        )
+        talk = parse_hh(talk) if is_hh(talk) else check_messages(talk, f"{where}, messages")
+        return {"messages": talk, **_tools(row, where)}
     if fmt == "text":
         text = _turns(row["text"], f"{where}, text")
         return {"text": text} if isinstance(text, str) else {"messages": text}
@@ -649,6 +626,12 @@ def _checked(row: Row, fmt: str, where: str, shape: Shape | None, given: Row) ->
         raise DataError(said) from e
 
 
+def _native(there: set[str], formats: Iterable[str]) -> dict[str, set[str]]:
+    """The formats whose columns are all there, each with those of its columns that are."""
+    fit = [f for f in formats if there.issuperset(COLUMNS.get(f, ("",)))]
+    return {f: {*COLUMNS[f], *(there & {*OPTIONAL.get(f, ())})} for f in fit}
+
+
 _SEEN = ("image", "images", "video", "videos", "audio", "audios")
 
 
@@ -659,22 +642,16 @@ def _read(row: Row, to: str | None, where: str, reading: Reading) -> tuple[Row, 
     seen = next((c for c in _SEEN if row.get(c) is not None and row[c] not in ("", [])), None)
     if seen is not None:
         raise DataError(
-            f"{where}, {seen}: the row has pictures or sound, and models are trained on text here. "
-            f"data.columns={{{seen}: null}} goes without them."
+            f"{where}, {seen}: the row has pictures or sound, not text. data.columns={{{seen}: null}} goes without."
         )
     allowed = SFT_FORMATS if to == "sft" else PROMPTED if to == "prompt" else tuple(COLUMNS) if to is None else (to,)
     there, given = set(_present(row)), row
-    native = {
-        f: {*COLUMNS[f], *(there & {*OPTIONAL.get(f, ())})} for f in allowed if there.issuperset(COLUMNS.get(f, ("",)))
-    }
-    shape = recognise(row, to, native, where, reading)
+    shape = recognise(row, to, _native(there, allowed), where, reading)
     if shape is not None:
         row = read_as(shape, row, to, where, reading)
     elif reading.shape is not None:
         allowed = tuple(f for f in allowed if f == reading.shape) or allowed
-        rivals = {
-            n for s in shapes_of(row, to) for terms in (s.columns(row) or {}).values() for names in terms for n in names
-        }
+        rivals = {n for s in shapes_of(row, to) for n in columns_used(s, row)}
         row = row if to == "prompt" else {k: v for k, v in row.items() if k not in rivals or k in COLUMNS[allowed[0]]}
     fmt = detect_format(row, allowed, where)
     found = _checked(row, fmt, where, shape, given)
@@ -688,9 +665,8 @@ def _read(row: Row, to: str | None, where: str, reading: Reading) -> tuple[Row, 
     beside = to == "prompt" and row.get("prompt") is not None  # a reference answer stays beside its prompt
     used = {*found} if beside else {*COLUMNS[fmt], *OPTIONAL.get(fmt, ()), *found}
     used |= {*SYSTEM, "tools"} if "messages" in found or isinstance(found.get("prompt"), list) else set()
-    void = (
-        {c for f in COLUMNS.values() for c in f} if to != "prompt" else set()
-    )  # None there: the row is of another format
+    # None in a column of a format: the row is of another one
+    void = {c for f in COLUMNS.values() for c in f} if to != "prompt" else set()
     more = {k: v for k, v in row.items() if k not in used and (v is not None or k not in void)}
     return {**found, **more}, shape
 
@@ -698,8 +674,7 @@ def _read(row: Row, to: str | None, where: str, reading: Reading) -> tuple[Row, 
 def format_of(row: Row, reading: Reading = PLAIN) -> str:
     """The format that a row is in, or that its shape makes; see `to_format` for arguments and errors."""
     there = set(_present(row))
-    native = {f: {*COLUMNS[f], *(there & {*OPTIONAL.get(f, ())})} for f in COLUMNS if there.issuperset(COLUMNS[f])}
-    shape = recognise(row, None, native, "row 0", reading)
+    shape = recognise(row, None, _native(there, COLUMNS), "row 0", reading)
     found = detect_format(row, None, "row 0") if shape is None else shape.gives
     turns = row["messages"] if found == "messages" and shape is None else None
     asks = isinstance(turns, list) and {m.get("role") for m in turns if isinstance(m, Mapping)} <= {"system", "user"}
@@ -718,11 +693,9 @@ def whole_rows(rows: Iterable[Row]) -> Iterator[Row]:
             yield whole
     finally:
         if count:
-            warnings.warn(
+            warn_rows(
                 f"{count} row{'s hold' if count > 1 else ' holds'} half of a character (a lone surrogate: an emoji "
-                f"that was cut in two), the first is row {first}; each half is replaced by U+FFFD.",
-                DataWarning,
-                stacklevel=2,
+                f"that was cut in two), the first is row {first}; each half is replaced by U+FFFD."
             )
 
 
@@ -742,9 +715,7 @@ def to_rows(rows: Iterable[Row], to: str | None = None, reading: Reading = PLAIN
         for i, row in gather(enumerate(whole_rows(rows)), reading):
             try:
                 if to == "sft" and _disliked(row):
-                    raise NothingToCompare(
-                        f"row {i}: the label says that this answer was disliked, so it is no demonstration."
-                    )
+                    raise NothingToCompare(f"row {i}: the label says that this answer was disliked.")
                 found, shape = _read(row, to, f"row {i}", reading)
             except NothingToCompare as e:
                 why = why or str(e)
@@ -760,13 +731,10 @@ def to_rows(rows: Iterable[Row], to: str | None = None, reading: Reading = PLAIN
             raise DataError(f"All {left.total()} rows are left out. {why}")
     finally:
         for reason, n in left.items():
-            warnings.warn(f"{n} of {n + kept} rows {reason} and are left out. {why}", DataWarning, stacklevel=2)
+            warn_rows(f"{n} of {n + kept} rows {reason} and are left out. {why}")
         if begun:
-            warnings.warn(
-                f"{begun} of {kept} conversations begin with an answer before any question; they are read from their "
-                "first question on.",
-                DataWarning,
-                stacklevel=2,
+            warn_rows(
+                f"{begun} of {kept} conversations begin with an answer; they are read from their first question on."
             )
 
 
@@ -779,9 +747,6 @@ def _begins_with_answer(row: Row) -> bool:
 
 def _disliked(row: Any) -> bool:
     """Whether a row is an answer with a thumb down."""
-    answer = (
-        isinstance(row, Mapping)
-        and row.get("prompt") is not None
-        and (row.get("completion") or row.get("response")) is not None
-    )
-    return answer and str(row.get("label")).strip().lower() in ("0", "false", "0.0")
+    if not isinstance(row, Mapping) or row.get("prompt") is None or not (row.get("completion") or row.get("response")):
+        return False
+    return str(row.get("label")).strip().lower() in ("0", "false", "0.0")

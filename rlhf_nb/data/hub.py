@@ -9,18 +9,18 @@ import importlib
 import os
 import re
 import sys
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ..core import DataError
-from .formats import DataWarning, Row
+from .formats import Row, warn_rows
+from ..strict import table_of
 
 # %% auto #0
-__all__ = ['endpoint', 'offline', 'kinds_of', 'status_of', 'refusal', 'explained', 'go_on', 'sha256_of', 'files_digest',
-           'open_hub']
+__all__ = ['HUB_WORDS', 'endpoint', 'offline', 'kinds_of', 'status_of', 'refusal', 'explained', 'go_on', 'sha256_of',
+           'files_digest', 'quiet_datasets', 'open_hub']
 
 # %% ../../nbs/data/hub.ipynb #8614f706
 def endpoint() -> str:
@@ -33,26 +33,28 @@ def offline() -> bool:
     return os.environ.get("HF_HUB_OFFLINE", "0").upper() not in ("", "0", "FALSE", "NO", "OFF")
 
 
-def kinds_of(error: BaseException) -> set[str]:
-    """Names of an error's classes, and of those of the errors that it was made from."""
-    found, seen = set[str](), set[int]()
+def _behind(error: BaseException) -> list[BaseException]:
+    """An error, and those that it was made from."""
+    found: list[BaseException] = []
     at: BaseException | None = error
-    while at is not None and id(at) not in seen:
-        seen.add(id(at))
-        found |= {c.__name__ for c in type(at).__mro__}
+    while at is not None and at not in found:
+        found.append(at)
         at = at.__cause__ or at.__context__
     return found
 
 
+def kinds_of(error: BaseException) -> set[str]:
+    """Names of an error's classes, and of those of the errors that it was made from."""
+    return {c.__name__ for e in _behind(error) for c in type(e).__mro__}
+
+
 def status_of(error: BaseException) -> int | None:
     """The status that the hub answered with; None: it didn't answer."""
-    at: BaseException | None = error
-    for _ in range(9):
-        status = getattr(getattr(at, "response", None), "status_code", None)
-        if at is None or status is not None:
-            return status
-        at = at.__cause__ or at.__context__
-    return None
+    said = (getattr(getattr(e, "response", None), "status_code", None) for e in _behind(error))
+    return next((status for status in said if status is not None), None)
+
+
+HUB_WORDS = table_of("data/hub.yaml")  # sentences for each kind of trouble
 
 
 def refusal(error: Exception, what: str, name: str, revision: str | None, again: str = "", other: str = "") -> str:
@@ -66,34 +68,12 @@ def refusal(error: Exception, what: str, name: str, revision: str | None, again:
         again: the command that goes to the hub once although HF_HUB_OFFLINE forbids it.
         other: what else can be done where the hub can't be had; "" or a sentence.
     """
-    kinds, status = kinds_of(error), status_of(error)
-    address = f"{endpoint()}/{'datasets/' if what == 'dataset' else ''}{name}"
-    other = f" {other}" if other else ""
-    if "GatedRepoError" in kinds:
-        return (
-            f"{name!r} is gated: its owner wants to be asked first. Open {address} in a browser, accept the conditions "
-            f"there, make a token at {endpoint()}/settings/tokens, log in with `hf auth login` (or set HF_TOKEN), and "
-            "run the same command again."
-        )
-    if "RevisionNotFoundError" in kinds:
-        return f"{name!r} has no revision {revision!r}. {address}/tree/main shows its branches, tags and commits."
-    if "RepositoryNotFoundError" in kinds or "HFValidationError" in kinds:
-        return f"there is no {what} {name!r} on the hub, or it is private and your token may not see it.{other}"
-    if "OfflineModeIsEnabled" in kinds or offline():
-        return (
-            f"{name!r} is on the hub, and HF_HUB_OFFLINE forbids to go there. Allow it for once: HF_HUB_OFFLINE=0 "
-            f"{again}{other and '.'}{other}"
-        )
-    if status is not None:
-        return (
-            f"the hub answers {status} to the request for {name!r}. What has arrived is kept: run the same command "
-            f"again later.{other}"
-        )
-    return (
-        f"the hub ({endpoint()}) can't be reached for {name!r}. What has arrived is kept: run the same command again "
-        f"when the network is back, or copy the {what}'s folder from another machine and name that folder.{other} "
-        f"({type(error).__name__})"
-    )
+    kinds, status, table = kinds_of(error), status_of(error), HUB_WORDS["refused"]
+    otherwise = "OfflineModeIsEnabled" if offline() else "no answer" if status is None else "a status"
+    gaps = {"what": what, "name": name, "revision": revision, "again": again, "status": status, "hub": endpoint()}
+    gaps |= {"address": f"{endpoint()}/{'datasets/' if what == 'dataset' else ''}{name}", "kind": type(error).__name__}
+    gaps |= {"other": f" {other}" if other else "", "stop": "." if other else ""}
+    return str(table[next((kind for kind in table if kind in kinds), otherwise)].format(**gaps))
 
 # %% ../../nbs/data/hub.ipynb #d4dcddc1
 def _commit_here(name: str, revision: str | None) -> str | None:
@@ -142,9 +122,7 @@ def _from_cache(name: str, subset: str | None, revision: str | None) -> Any:
         other = " Another revision of it is there, and is not taken in its place." if any(root.glob("*/*/*")) else ""
         raise DataError(f"the dataset {name!r}{at} is not in the cache.{other}")
     if len(found) > 1 and "default" not in found:
-        raise DataError(
-            f"the dataset {name!r} has several configurations. Set data.subset to one of: {', '.join(found)}."
-        )
+        raise DataError(f"the dataset {name!r} has several configurations: set data.subset to {', '.join(found)}.")
     place = found.get("default") or next(iter(found.values()))
     config, version = place.parts[-3:-1]
     return Cache(dataset_name=own, repo_id=name, config_name=config, version=version, hash=commit)
@@ -174,27 +152,10 @@ def _builder(name: str, subset: str | None, revision: str | None) -> Any:
         raise DataError(f"{e} {why[:1].upper()}{why[1:]}") from trouble
     if not offline():
         commit = Path(builder.cache_dir).name[:7]
-        warnings.warn(
-            f"the hub can't be had for {name}: its copy in the cache is read (commit {commit}).",
-            DataWarning,
-            stacklevel=3,
-        )
+        warn_rows(f"the hub can't be had for {name}: its copy in the cache is read (commit {commit}).")
     return builder
 
 # %% ../../nbs/data/hub.ipynb #9009f2fe
-_SAID = (  # what the datasets library says, and what it means for who asked
-    (r"Unknown split .*?Should be one of (\[.*?\])",
-     "has no split {split!r}; it has {list}. Set data.split (or data.eval_split) to one of them."),
-    (r"BuilderConfig '.*' not found\. Available: (\[.*?\])",
-     "has no configuration {subset!r}; it has {list}. Set data.subset to one of them."),
-    (r"Config name is missing\.[\s\S]*?configs: (\[.*?\])",
-     "has several configurations. Set data.subset to one of: {list}."),
-    (r"Dataset scripts are no longer supported",
-     "is made by a script, and code of strangers isn't run. The hub keeps most of these as parquet, too: "
-     "data.path={name}@refs/convert/parquet"),
-)  # fmt: skip
-
-
 def explained(error: Exception, name: str, revision: str | None, split: str, subset: str | None) -> str:
     """What went wrong with a dataset of the hub, in a sentence that ends with what to do.
 
@@ -202,24 +163,17 @@ def explained(error: Exception, name: str, revision: str | None, split: str, sub
         error: of the datasets library.
         name, revision, split, subset: what was asked for.
     """
-    for pattern, meaning in _SAID:
-        found = re.search(pattern, str(error))
-        if found:
+    kinds = kinds_of(error)
+    for pattern, meaning in HUB_WORDS["said"]:
+        if found := re.search(pattern, f"{' '.join(kinds)}: {error}"):
             known = ast.literal_eval(found[1]) if found.groups() else []
             told = meaning.format(split=split, subset=subset, name=name, list=", ".join(map(str, known)))
             return f"the dataset {name!r} of the hub {told}"
-    kinds = kinds_of(error)
-    if kinds & {"DataFilesNotFoundError", "EmptyDatasetError"}:
-        return (
-            f"the dataset {name!r} of the hub holds no files of rows (parquet, jsonl, json, csv) at its top or in "
-            "data/."
-        )
     if kinds & {"DatasetGenerationError", "ArrowInvalid", "NonMatchingSplitsSizesError"} and status_of(error) is None:
         first = str(error.__cause__ or error).strip().splitlines()[0][:200]
         return (
-            f"files of the dataset {name!r} can't be read: {first.rstrip('.')}. If they were damaged on their way, "
-            f"throw the copy away (hf cache rm dataset/{name}) and run the same command again; else choose others with "
-            "data.subset or data.revision."
+            f"files of the dataset {name!r} can't be read: {first.rstrip('.')}. If they were damaged, run the same "
+            f"command again after hf cache rm dataset/{name}; else choose others with data.subset or data.revision."
         )
     reason = error if status_of(error) else _why(name, revision)
     if reason is None:  # the hub is not to blame
@@ -320,15 +274,12 @@ def _fetch_large(builder: Any, name: str) -> None:
             go_on(hf_hub_url(name, about.path, repo_type="dataset", revision=commit, endpoint=endpoint()), part, size)
             if large is not None and sha256_of(part) != label:
                 part.unlink()
-                raise DataError(
-                    f"{about.path} of the dataset {name!r} arrived damaged and is thrown away. Run the same command "
-                    "again: the rest is kept."
-                )
+                raise DataError(f"{about.path} of the dataset {name!r} arrived damaged. Run the same command again.")
             os.replace(part, place)
 
 # %% ../../nbs/data/hub.ipynb #0d3e26f6
 @contextmanager
-def _quietly() -> Iterator[None]:
+def quiet_datasets() -> Iterator[None]:
     """Without the bars and log lines of the libraries."""
     import datasets
 
@@ -360,7 +311,7 @@ def open_hub(
     """
     name, _, said = name.partition("@")
     revision = revision or said or None
-    with _quietly():
+    with quiet_datasets():
         try:
             builder = _builder(name, subset, revision)
             if streaming:

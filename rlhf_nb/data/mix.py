@@ -53,18 +53,13 @@ class MixSource:
     ) -> None:
         if not sources or len(sources) != len(names) or (weights is not None and len(weights) != len(sources)):
             raise DataError(
-                f"a mix of {len(sources)} sources needs a name and a weight for each; there are {len(names)} names."
+                f"a mix of {len(sources)} sources needs a name and a weight each; it has {len(names)} names."
             )
         if weights is None and not all(hasattr(s, "__len__") for s in sources):
-            raise DataError(
-                "a stream doesn't know its length, so its share isn't known: give each source of data.mix a weight."
-            )
+            raise DataError("a stream has no length to take its share from: give each source of data.mix a weight.")
         self.weights = [float(len(s)) for s in sources] if weights is None else [float(w) for w in weights]
         if not all(math.isfinite(w) and w > 0 for w in self.weights):
-            raise DataError(
-                f"the weights of a mix are {self.weights}; each must be above 0. Leave a source out to take nothing "
-                "from it."
-            )
+            raise DataError(f"the weights of a mix are {self.weights}; each must be above 0, or the source left out.")
         self.sources, self.names, self.seed = list(sources), list(names), seed
         self.given = [0] * len(self.sources)
 
@@ -110,12 +105,9 @@ class MixSource:
         """Where the mix and its sources stand; fits into JSON."""
         each = [s.state_dict() for s in self.sources]
         return {
-            "given": list(self.given),
-            "weights": self.weights,
-            "names": self.names,
-            "seed": self.seed,
+            "given": list(self.given), "weights": self.weights, "names": self.names, "seed": self.seed,
             "sources": each,
-        }
+        }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken.

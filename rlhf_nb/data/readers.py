@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 from ..core import DataError, suggest
 from ..errors import listed
 from .formats import Row, whole_rows
-from .hub import open_hub
+from .hub import open_hub, quiet_datasets
 from ..untrusted import MAX_LINE, Unreadable, json_lines, json_value
 
 OpenRows = Callable[[], Iterator[Row]]  # opens a dataset from its start
@@ -59,9 +59,7 @@ def _object(row: Any, where: str) -> Row:
     if isinstance(row, str):
         return {"text": row}
     if not isinstance(row, dict):
-        raise DataError(
-            f"{where}: holds {type(row).__name__} ({row!r:.40}); each row must be a JSON object with columns."
-        )
+        raise DataError(f"{where}: holds {type(row).__name__} ({row!r:.40}); each row must be an object with columns.")
     return row
 
 
@@ -98,19 +96,7 @@ def _json(path: Path) -> Iterator[Row]:
     yield from (_object(row, f"{path}, row {i}") for i, row in enumerate(lists[0]))
 
 # %% ../../nbs/data/readers.ipynb #8df64e4b
-_TEXTS = {
-    "prompt",
-    "completion",
-    "chosen",
-    "rejected",
-    "text",
-    "question",
-    "instruction",
-    "input",
-    "answer",
-    "output",
-    "response",
-}
+_TEXTS = set("prompt completion chosen rejected text question instruction input answer output response".split())
 
 
 def _cell(text: str, name: str = "") -> Any:
@@ -223,25 +209,16 @@ _SPLITS = re.compile("train|test|valid|val|dev|eval", re.IGNORECASE)
 def _files_in(folder: Path) -> list[Path]:
     """The files of a folder that holds nothing but files of rows, none named after a split, by name; else empty: it has
     the hub's layout."""
-    found = sorted(
-        p
-        for p in folder.iterdir()
-        if not p.name.startswith(".") and not p.name.lower().startswith(("readme", "license"))
-    )
+    found = sorted(p for p in folder.iterdir() if not p.name.lower().startswith((".", "readme", "license")))
     ours = all(p.is_file() and _kind(p) and not _SPLITS.search(p.name) for p in found)
-    return (
-        found
-        if ours and not any(p.name in ("state.json", "dataset_dict.json", "dataset_info.json") for p in found)
-        else []
-    )
+    theirs = {"state.json", "dataset_dict.json", "dataset_info.json"}.intersection(p.name for p in found)
+    return found if ours and not theirs else []
 
 
 def _laid_out(name: str, split: str, subset: str | None, streaming: bool) -> Iterable[Row]:
     """A folder with the hub's layout, or one written by `save_to_disk`, through the datasets library."""
     import datasets
 
-    bars = datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
     try:
         if any((Path(name) / f).is_file() for f in ("state.json", "dataset_dict.json")):  # written by save_to_disk
             found = datasets.load_from_disk(name)
@@ -255,9 +232,6 @@ def _laid_out(name: str, split: str, subset: str | None, streaming: bool) -> Ite
         raise DataError(
             f"The folder {name} (split {split!r}) can't be loaded: {type(e).__name__}: {str(e).strip().splitlines()[0]}"
         ) from e
-    finally:
-        if not bars:
-            datasets.enable_progress_bars()
 
 
 def _hub(name: str, split: str, subset: str | None, streaming: bool, revision: str | None) -> Iterable[Row]:
@@ -271,12 +245,9 @@ def _hub(name: str, split: str, subset: str | None, streaming: bool, revision: s
 
 # %% ../../nbs/data/readers.ipynb #4c62ab21
 def open_rows(
-    path: str | Path,
-    split: str = "train",
-    subset: str | None = None,
-    streaming: bool = True,
+    path: str | Path, split: str = "train", subset: str | None = None, streaming: bool = True,
     revision: str | None = None,
-) -> OpenRows:
+) -> OpenRows:  # fmt: skip
     """A function that opens a dataset from its start, each time it is called.
 
     Args:
@@ -301,8 +272,7 @@ def open_rows(
             )
         if split != "train":
             raise DataError(
-                f"{name} is a file, so it has one split, 'train', and no {split!r}; give the other file's name, or "
-                "hold out rows with eval_size."
+                f"{name} has one split, 'train', and no {split!r}: name the other file, or set data.eval_size."
             )
         return lambda: _read(file, kind)
     parts = _files_in(file) if file.is_dir() and split == "train" and subset is None else []
@@ -313,7 +283,8 @@ def open_rows(
     ):
         raise _missing(file)
     if file.is_dir():
-        found = _laid_out(str(file), split, subset, streaming)
+        with quiet_datasets():
+            found = _laid_out(str(file), split, subset, streaming)
     else:
         found = _hub(name, split, subset, streaming, revision)
     return lambda: iter(found)

@@ -3,7 +3,6 @@
 # %% ../../nbs/data/rows.ipynb #30a20c36
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
@@ -14,7 +13,7 @@ from ..config import DataConfig
 from ..core import ConfigError, DataError, derive_seed
 from .hub import files_digest
 from .convert import to_unpaired
-from .formats import DataWarning, format_of, renamed, to_rows
+from .formats import format_of, renamed, to_rows, warn_rows
 from .mix import apportion
 from .readers import OpenRows, open_rows
 from .shapes import PLAIN, DataNote, Reading
@@ -51,11 +50,8 @@ def parts_of(data: DataConfig) -> list[DataConfig]:
         return [data]
     out = []
     for part in data.mix:
-        own = {
-            k: v
-            for k in ("path", "split", "subset", "revision", "columns", "shape")
-            if (v := getattr(part, k)) is not None
-        }
+        given = {k: getattr(part, k) for k in ("path", "split", "subset", "revision", "columns", "shape")}
+        own = {k: v for k, v in given.items() if v is not None}
         out.append(data.replace(mix=None, **own))
     return out
 
@@ -128,11 +124,9 @@ def raw_rows(data: DataConfig, split: str | None = None, streaming: bool | None 
             opened = open_rows(name, f"{cut}[:{many}]", data.subset, False, data.revision or commit)
         except DataError as e:
             why = shorten(str(e).splitlines()[0], 200, placeholder=" ...")
-            warnings.warn(
+            warn_rows(
                 f"data={place} is {many} rows of the hub's {name}, which can't be had ({why}); {many} pairs of "
-                f"the toy world stand in for them: data={FIRST_WORLD.name} asks for these by name.",
-                DataWarning,
-                stacklevel=2,
+                f"the toy world stand in for them: data={FIRST_WORLD.name} asks for these by name."
             )
             made = made_rows(FIRST_WORLD.name, "preference", 0)
             held, part = cut.startswith("test"), made or ([], [])
@@ -184,10 +178,7 @@ def load_parts(data: DataConfig, kind: RowKind, seed: int = 0) -> list[tuple[lis
         kept = [r for r in rows if row_key(r) not in seen] if data.dedup else rows
         seen |= {row_key(r) for r in kept}
         if not kept:
-            raise DataError(
-                f"{part.path}: all of its {len(rows)} rows stand in other sources of data.mix, so it adds nothing. "
-                "Leave it out."
-            )
+            raise DataError(f"{part.path}: all its {len(rows)} rows stand in other sources of data.mix: leave it out.")
         out.append((kept, held))
     if data.eval_size is not None:
         _tell_shared_prompts([r for rows, _ in out for r in rows], [r for _, held in out for r in held], data)
@@ -208,11 +199,9 @@ def _load_part(data: DataConfig, kind: RowKind, seed: int) -> tuple[list[Row], l
         return rows, []
     n = min(data.eval_size, len(rows) // 2)
     if n < data.eval_size:
-        warnings.warn(
+        warn_rows(
             f"data.eval_size is {data.eval_size}, but {data.path} has {len(rows)} rows, and at least half are for "
-            f"training: {n or 'none'} are held out.",
-            DataWarning,
-            stacklevel=2,
+            f"training: {n or 'none'} are held out."
         )
     return _tell_shared_prompts(*_divide(rows, n, data, seed), data)
 
@@ -223,12 +212,9 @@ def _divide(rows: list[Row], n: int, data: DataConfig, seed: int) -> tuple[list[
         return rows[: len(rows) - n], rows[len(rows) - n :]
     kept, held = hold_out(rows, n, seed if data.eval_draw is None else data.eval_draw)
     if len(held) < n:
-        warnings.warn(
+        warn_rows(
             f"of {data.path} {n} rows were to be held out, and {len(held) or 'none'} are: rows that begin with the "
-            "same prompt stay together, and no more fit. Another data.eval_size may; data.eval_draw=end takes the last "
-            "rows, whatever they ask.",
-            DataWarning,
-            stacklevel=2,
+            "same prompt stay together, and no more fit. Another data.eval_size may; data.eval_draw=end takes the last."
         )
     return kept, held
 
@@ -238,18 +224,12 @@ def _tell_shared_prompts(rows: list[Row], held: list[Row], data: DataConfig) -> 
     asked = {row_key(r, ["prompt"]) for r in rows if "prompt" in r} if held else set()
     shared = sum("prompt" in r and row_key(r, ["prompt"]) in asked for r in held)
     if shared:
-        cure = (
-            "take them out of one of the splits"
-            if data.eval_split is not None
-            else "take them out of one source of the mix"
-        )
+        cure = f"take them out of one {'source of the mix' if data.eval_split is None else 'of the splits'}"
         if data.eval_draw == "end":
             cure = "data.eval_draw=null draws rows by lot, those of one prompt together"
-        warnings.warn(
+        warn_rows(
             f"{shared} of {len(held)} held-out rows of {data.path or 'the mix'} have prompts that are trained on, too: "
-            f"what is measured on them is partly memory; {cure}.",
-            DataWarning,
-            stacklevel=3,
+            f"what is measured on them is partly memory; {cure}."
         )
     return rows, held
 
@@ -269,12 +249,10 @@ def held_out_of_stream(data: DataConfig, kind: RowKind, seed: int = 0) -> list[R
     split = data.split if data.eval_split is None else data.eval_split
     n = (data.eval_size or 0) if data.eval_split is None else None
     if n:
-        warnings.warn(
-            f"held-out rows are the first {n} of the stream {data.path}, as they come: where it is sorted, they are of "
-            "another kind than the rest. data.eval_split=NAME takes a split of its own, data.streaming=false draws "
-            "rows by lot.",
+        warn_rows(
+            f"held-out rows are the first {n} of the stream {data.path}, as they come: of a sorted one another kind "
+            "than the rest. data.eval_split=NAME takes a split of its own, data.streaming=false draws rows by lot.",
             DataNote,
-            stacklevel=3,
         )
     return list(islice(in_kind(raw_rows(data, split)(), kind, reading_of(data, seed)), n)) if n != 0 else []
 
@@ -305,9 +283,7 @@ def stream_rows(
         if len(out) < len(chunk) and not told:
             told = len(chunk) - len(out)
             more = "later ones are dropped without a word"
-            warnings.warn(
-                f"{told} of the first {seen} rows of the stream teach nothing and are dropped; {more}.", DataWarning, 2
-            )
+            warn_rows(f"{told} of the first {seen} rows of the stream teach nothing and are dropped; {more}.")
         return out
 
     return StreamSource(rows, seed, data.shuffle_buffer, tokens)

@@ -16,11 +16,20 @@ from ..errors import listed
 from ..untrusted import json_value
 
 Row = dict[str, Any]
+COLUMNS: dict[str, tuple[str, ...]] = {  # of the formats of rows, most specific first
+    "preference": ("chosen", "rejected"),
+    "stepwise": ("prompt", "completions", "labels"),
+    "unpaired": ("prompt", "completion", "label"),
+    "prompt_completion": ("prompt", "completion"),
+    "messages": ("messages",),
+    "text": ("text",),
+    "prompt": ("prompt",),
+}
 
 # %% auto #0
-__all__ = ['Row', 'ATTRIBUTES', 'PLAIN', 'SYSTEM', 'SPEAKERS', 'SHAPES', 'ROW_FORMATS', 'RoleTerm', 'read_role', 'Reading',
+__all__ = ['Row', 'COLUMNS', 'ATTRIBUTES', 'PLAIN', 'SYSTEM', 'SPEAKERS', 'SHAPES', 'RoleTerm', 'read_role', 'Reading',
            'DataNote', 'NothingToCompare', 'Shape', 'instructions', 'from_question', 'gather', 'shape_table',
-           'shapes_of', 'recognise', 'read_as', 'note_shape']
+           'columns_used', 'shapes_of', 'recognise', 'read_as', 'note_shape']
 
 # %% ../../nbs/data/shapes.ipynb #e95c4425
 class RoleTerm(NamedTuple):
@@ -90,9 +99,8 @@ class Shape:
 
     def says(self, row: Mapping[str, Any]) -> str:
         """What the columns of a row are taken for, in one line."""
-        roles = {
-            role: " + ".join(names[0] for names in terms if names) for role, terms in (self.columns(row) or {}).items()
-        }
+        found = self.columns(row) or {}
+        roles = {role: " + ".join(names[0] for names in terms if names) for role, terms in found.items()}
         parts = [f"{names} → {role}" for role, names in roles.items() if names != role]
         return f"{self.title}: {', '.join(parts) or ', '.join(roles)}" + (
             " (system → first message)" if instructions(row) else ""
@@ -152,11 +160,8 @@ def _turn(turn: Any, where: str) -> Row:
         )
     if who not in SPEAKERS:
         raise DataError(f"{where} is from {who!r}; known are {', '.join(SPEAKERS)}. Rename the speaker in the file.")
-    return {
-        "role": SPEAKERS[who],
-        "content": words,
-        **({"tool_calls": turn["tool_calls"]} if turn.get("tool_calls") else {}),
-    }
+    calls = {"tool_calls": turn["tool_calls"]} if turn.get("tool_calls") else {}
+    return {"role": SPEAKERS[who], "content": words, **calls}
 
 
 def _turns(value: Any, where: str) -> Any:
@@ -223,8 +228,7 @@ def _text_of(answer: Mapping[str, Any], where: str) -> Any:
     )
     if found is None:
         raise DataError(
-            f"{where} has no text; it has {', '.join(map(str, answer)) or 'nothing'}, and one of response, answer, "
-            "text is needed."
+            f"{where} has no text (response, answer, text), but {', '.join(map(str, answer)) or 'nothing'}."
         )
     return found
 
@@ -233,11 +237,8 @@ def _rating(answer: Mapping[str, Any]) -> float | None:
     """An answer's rating: the mean over its aspects, else one number for all. UltraFeedback's overall_score comes last,
     since some are off by ten."""
     aspects = answer.get("annotations")
-    each = (
-        [a.get("Rating", a.get("rating")) for a in aspects.values() if isinstance(a, Mapping)]
-        if isinstance(aspects, Mapping)
-        else []
-    )
+    parts = aspects.values() if isinstance(aspects, Mapping) else ()
+    each = [a.get("Rating", a.get("rating")) for a in parts if isinstance(a, Mapping)]
     ratings = answer.get("ratings")
     each += list(ratings.values()) if isinstance(ratings, Mapping) else ratings if isinstance(ratings, list) else []
     numbers = [n for n in map(_number, each) if n is not None]
@@ -249,11 +250,8 @@ def _rating(answer: Mapping[str, Any]) -> float | None:
 
 def _rated(found: dict[str, list[Any]], where: str, to: str | None, reading: Reading) -> Row:
     """UltraFeedback's completions, each with its ratings; those without one are left out."""
-    rated = [
-        (_text_of(a, f"{where}, completions[{i}]"), n)
-        for i, a in enumerate(found["answers"][0])
-        if (n := _rating(a)) is not None
-    ]
+    each = [(i, a, _rating(a)) for i, a in enumerate(found["answers"][0])]
+    rated = [(_text_of(a, f"{where}, completions[{i}]"), n) for i, a, n in each if n is not None]
     return _best(_joined(found["prompt"], where), rated, where, to, reading)
 
 
@@ -306,8 +304,7 @@ def _scored(found: dict[str, list[Any]], where: str, to: str | None, reading: Re
     if to not in ("sft", "prompt") and len(texts) < 2:
         raise DataError(
             f"{where}: the prompt {str(found['prompt'][0])[-60:]!r} has one response only, so nothing can be compared. "
-            "Rows of one prompt must follow each other; add its other responses or take the row out, or train on the "
-            "responses themselves (sft)."
+            "Rows of one prompt must follow each other; add its others, or train on the responses themselves (sft)."
         )
     answers = [(t, _weighed(r, where, reading) if len(texts) > 1 else 0.0) for t, r in zip(texts, ratings, strict=True)]
     return _best(_joined(found["prompt"], where), answers, where, to, reading)
@@ -318,14 +315,8 @@ def gather(rows: Iterable[tuple[int, Row]], reading: Reading) -> Iterator[tuple[
     of the first."""
     group: tuple[int, Row, list[Row]] | None = None
     for i, row in rows:
-        shape = next(
-            (
-                s
-                for s in SHAPES
-                if s.gathers and reading.shape in (None, s.name) and isinstance(row, dict) and s.columns(row)
-            ),
-            None,
-        )
+        known = [s for s in SHAPES if s.gathers and reading.shape in (None, s.name) and isinstance(row, dict)]
+        shape = next((s for s in known if s.columns(row)), None)
         if group and (shape is None or row["prompt"] != group[1]["prompt"]):
             yield group[0], _together(group[1], group[2])
             group = None
@@ -483,23 +474,19 @@ def shape_table() -> str:
     return "\n".join(lines)
 
 # %% ../../nbs/data/shapes.ipynb #7afefe90
-_FOREIGN = {n for s in SHAPES for role in s.roles.values() for t in read_role(role) for n in t.names} - {
-    "prompt",
-    "chosen",
-    "rejected",
-    "label",
-}
+_FOREIGN = {n for s in SHAPES for role in s.roles.values() for t in read_role(role) for n in t.names}
+_FOREIGN -= {"prompt", "chosen", "rejected", "label"}
 
 
-def _uses(shape: Shape, row: Mapping[str, Any]) -> set[str]:
+def columns_used(shape: Shape, row: Mapping[str, Any]) -> set[str]:
     """The columns that a shape takes in."""
     return {n for terms in (shape.columns(row) or {}).values() for names in terms for n in names}
 
 
 def _repeats(row: Mapping[str, Any], shape: Shape, column: str = "text") -> bool:
     """Whether a text only says once more what the columns of a shape say, the answer included."""
-    text, words = row.get(column), [row[n] for n in _uses(shape, row)]
-    if not isinstance(text, str) or column in _uses(shape, row):
+    text, words = row.get(column), [row[n] for n in columns_used(shape, row)]
+    if not isinstance(text, str) or column in columns_used(shape, row):
         return False
     return len(words) > 1 and all(isinstance(w, str) and w.strip() in text for w in words)
 
@@ -515,7 +502,9 @@ def shapes_of(row: Mapping[str, Any], to: str | None) -> list[Shape]:
         return []
     serves = {"sft": ("messages", "prompt_completion", "preference"), "prompt": None, None: None}
     wanted = serves.get(to, (to,))
-    found = {s.name: (s, _uses(s, row)) for s in SHAPES if (wanted is None or s.gives in wanted) and s.columns(row)}
+    found = {
+        s.name: (s, columns_used(s, row)) for s in SHAPES if (wanted is None or s.gives in wanted) and s.columns(row)
+    }
     best = [s for s, mine in found.values() if not any(mine < other for _, other in found.values())]
     return [s for s in best if s.gives != "prompt"] or best  # a question alone only where nothing answers it
 
@@ -523,9 +512,8 @@ def shapes_of(row: Mapping[str, Any], to: str | None) -> list[Shape]:
 def _words(made: Row) -> list[str]:
     """What a row says, message by message."""
     parts = [made[k] for k in ("messages", "prompt", "completion", "chosen", "rejected") if k in made]
-    return [str(m["content"]).strip() for part in parts if isinstance(part, list) for m in part] or list(
-        map(str, parts)
-    )
+    said = [str(m["content"]).strip() for part in parts if isinstance(part, list) for m in part]
+    return said or list(map(str, parts))
 
 
 def recognise(
@@ -547,7 +535,7 @@ def recognise(
         return _named(row, native, where, reading.shape)
     found = shapes_of(row, to)
     native = {f: used for f, used in native.items() if not any(used == {f} and _repeats(row, s, f) for s in found)}
-    larger = [s for s in found if all(used < _uses(s, row) for used in native.values())]
+    larger = [s for s in found if all(used < columns_used(s, row) for used in native.values())]
     if native and not larger and (to == "prompt" or not found or set(native) != {"text"}):
         return None
     rivals = [*((s.name, s.says(row)) for s in larger or found), *(((f, f) for f in native) if not larger else ())]
@@ -573,26 +561,12 @@ def recognise(
 
 def _named(row: Mapping[str, Any], native: Mapping[str, set[str]], where: str, name: str) -> Shape | None:
     """The shape that a config names."""
-    check_choice("data.shape", name, [*(s.name for s in SHAPES), *native, *ROW_FORMATS], DataError)
+    check_choice("data.shape", name, [*(s.name for s in SHAPES), *native, *COLUMNS], DataError)
     shape = next((s for s in SHAPES if s.name == name), None)
     if shape is not None and shape.columns(row) is None:
         needs = ", ".join(shape.roles.values())
-        raise DataError(
-            f"{where} has the columns {listed(row)}, but data.shape={name} needs {needs}. data.shape=null goes by "
-            "the columns."
-        )
+        raise DataError(f"{where} has the columns {listed(row)}, but data.shape={name} needs {needs}: leave it out.")
     return shape
-
-
-ROW_FORMATS = (
-    "preference",
-    "stepwise",
-    "unpaired",
-    "prompt_completion",
-    "messages",
-    "text",
-    "prompt",
-)  # of `data.formats`
 
 # %% ../../nbs/data/shapes.ipynb #32a12aed
 def read_as(shape: Shape, row: Row, to: str | None, where: str, reading: Reading) -> Row:
@@ -611,7 +585,7 @@ def read_as(shape: Shape, row: Row, to: str | None, where: str, reading: Reading
     terms = shape.columns(row) or {}
     found = {role: [row[names[0]] for names in parts if names] for role, parts in terms.items()}
     made = shape.convert(found, where, to, reading)
-    used = _uses(shape, row) | ({"text"} if _repeats(row, shape) else set())
+    used = columns_used(shape, row) | ({"text"} if _repeats(row, shape) else set())
     if to == "prompt":
         made = {k: v for k, v in made.items() if k in ("prompt", "messages")}
         used = used if shape.gives in ("messages", "preference") else set()

@@ -7,7 +7,6 @@ import hashlib
 import json
 import random
 import re
-import warnings
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,17 +18,12 @@ import numpy as np
 import torch
 
 from ..core import DataError, derive_seed
-from .formats import COLUMNS, DataWarning, Row, Text, to_rows
+from .formats import COLUMNS, Row, Text, to_rows, warn_rows
 from .readers import OpenRows
 from .shapes import DataNote
 from rlhf_nb.data.templates import (
-    Answered,
-    as_chat,
-    counted_turns,
-    encode_answers,
-    encode_continuations,
-    encode_dialogues,
-)
+    Answered, as_chat, counted_turns, encode_answers, encode_continuations, encode_dialogues,
+)  # fmt: skip
 from .templates import encode_prompts, family_templates, is_blank, pairs_as_chat, share_prompt
 from ..types import Completions, PreferenceBatch, PromptBatch
 
@@ -40,11 +34,6 @@ __all__ = ['PERCENTILES', 'row_key', 'deduplicate', 'asked', 'hold_out', 'trunca
 
 # %% ../../nbs/data/sources.ipynb #2dd78153
 _KNOWN = {c for names in COLUMNS.values() for c in names} | {"tools"}
-
-
-def _warn(message: str, level: int = 3) -> None:
-    """One counted warning, shown at the line that called the public function."""
-    warnings.warn(message, DataWarning, stacklevel=level)
 
 
 def row_key(row: Row, columns: Sequence[str] | None = None) -> bytes:
@@ -76,7 +65,7 @@ def deduplicate(rows: Iterable[Row], columns: Sequence[str] | None = None, warn:
             seen.add(key)
             kept.append(row)
     if warn and len(kept) < total:
-        _warn(f"{total - len(kept)} of {total} rows occur more than once; each is kept once.")
+        warn_rows(f"{total - len(kept)} of {total} rows occur more than once; each is kept once.")
     return kept
 
 # %% ../../nbs/data/sources.ipynb #22000a02
@@ -121,12 +110,9 @@ def _keep_end(ids: list[int], n: int, bos: int | None) -> list[int]:
 
 
 def truncate(
-    prompt: list[int],
-    completions: Sequence[list[int]],
-    max_length: int | None = None,
-    max_prompt_length: int | None = None,
-    bos: int | None = None,
-) -> tuple[list[int], list[list[int]]]:
+    prompt: list[int], completions: Sequence[list[int]], max_length: int | None = None,
+    max_prompt_length: int | None = None, bos: int | None = None,
+) -> tuple[list[int], list[list[int]]]:  # fmt: skip
     """Cut a prompt from the left and its completions from the right until they fit. No completion loses all its tokens.
 
     Args:
@@ -142,8 +128,8 @@ def truncate(
     """
     if (max_length is not None and max_length < 2) or (max_prompt_length is not None and max_prompt_length < 1):
         raise DataError(
-            f"max_length is {max_length} and max_prompt_length {max_prompt_length}; a row needs at least 1 token of "
-            "prompt and 1 of completion."
+            f"max_length is {max_length}, max_prompt_length {max_prompt_length}; prompt and completion need a token "
+            "each."
         )
     if max_prompt_length is not None:
         prompt = _keep_end(prompt, max_prompt_length, bos)
@@ -208,20 +194,19 @@ class LengthReport:
         return "\n".join(lines)
 
 # %% ../../nbs/data/sources.ipynb #2442ed9a
-def _warn_cut(report: LengthReport, level: int, example: str = "") -> None:
+def _warn_cut(report: LengthReport, example: str = "") -> None:
     """Warn when rows lose tokens, with an example and the remedy."""
     if report.cut:
         share = f"{report.cut} of {report.rows} rows ({report.cut_fraction:.1%})"
-        _warn(f"{share} are longer than the limits and lose tokens{example}; {report.remedy}.", level)
+        warn_rows(f"{share} are longer than the limits and lose tokens{example}; {report.remedy}.")
 
 
 def cut_example(rows: Sequence[Row], tok: Any) -> str:
     """The first row that lost tokens, as a part of a sentence; "" where none did."""
     for i, row in enumerate(rows, 1):
         (p, c), head = row_lengths(row), row["prompt_ids"]
-        kept: list[int] = max(
-            (v for k, v in row.items() if k.endswith("_ids") and k != "prompt_ids"), key=len, default=[]
-        )
+        sides = [v for k, v in row.items() if k.endswith("_ids") and k != "prompt_ids"]
+        kept: list[int] = max(sides, key=len, default=[])
         if len(head) + len(kept) < p + c:
             what, ids = ("prompt now begins", head[:8]) if len(head) < p else ("answer now ends", kept[-8:])
             return f" (row {i}, say: {p} tokens of prompt and {c} of answer; its {what} {tok.decode(ids)!r})"
@@ -254,7 +239,7 @@ def length_report(
     cut_prompts, cut = int(long_prompt.sum()), int((long | long_prompt).sum())
     report = LengthReport(len(rows), prompts, completions, totals, max_length, max_prompt_length, cut_prompts, cut)
     if warn:
-        _warn_cut(report, 4)
+        _warn_cut(report)
     return report
 
 # %% ../../nbs/data/sources.ipynb #b96cb7c1
@@ -267,8 +252,8 @@ def _tell(out: list[Row], lost: Counter[str], total: int, limits: tuple[int | No
     if not out:
         raise DataError(f"All {total} rows were dropped ({why}), so there is nothing to learn from.")
     if lost:
-        _warn(f"{total - len(out)} of {total} rows are dropped: {why}.", 4)
-    _warn_cut(length_report(out, *limits, warn=False), 4, cut_example(out, tok))
+        warn_rows(f"{total - len(out)} of {total} rows are dropped: {why}.")
+    _warn_cut(length_report(out, *limits, warn=False), cut_example(out, tok))
     _warn_unknown(out, tok)
 
 
@@ -280,11 +265,9 @@ def _warn_unknown(rows: Sequence[Row], tok: Any) -> None:
     ids = [v for r in rows for k, v in r.items() if k in ("prompt_ids", "completion_ids", "chosen_ids", "rejected_ids")]
     n, total = sum(v.count(unknown) for v in ids), sum(map(len, ids))
     if n > 0.01 * total:
-        _warn(
-            f"{n / total:.0%} of the tokens are {tok.unk_token!r}: the tokenizer doesn't know these words, and the "
-            "model can't tell one from another. Use a model that was made for this text (the toy world's knows its own "
-            "words only).",
-            5,
+        warn_rows(
+            f"{n / total:.0%} of the tokens are {tok.unk_token!r}: the tokenizer doesn't know these words, all alike "
+            "to the model. Use a model that was made for this text (the toy world's knows its own words only)."
         )
 
 
@@ -298,11 +281,9 @@ def _warn_spelled(dialogues: Iterable[Any], tok: Any) -> None:
         hit = next((match[0] for text in said if (match := found.search(text))), "")
         hits, first = hits + bool(hit), first or hit
     if hits:
-        _warn(
-            f"{hits} prompts or answers spell a special token of the tokenizer ({first!r}, say) in a message. "
-            "It is read as the template's own, so a text can end its turn and begin another one: take it out of the "
-            "rows, unless it is meant.",
-            4,
+        warn_rows(
+            f"{hits} prompts or answers spell a special token of the tokenizer ({first!r}, say) in a message. It is "
+            "read as the template's own, so a text can end its turn and begin another: take it out, unless meant."
         )
 
 # %% ../../nbs/data/sources.ipynb #59a6e55f
@@ -322,14 +303,10 @@ def _say_plain(prompts: Sequence[Text], tok: Any, chat: bool | None, warn: bool)
     if not plain:
         return
     which = f"plain prompts: {plain} of {len(prompts)} are strings, and the model has a chat template"
-    how = (
-        "they go through it as a user's message, like what is typed to the model later; data.as_chat=false takes them "
-        "as they are"
-        if chat
-        else "they are taken as they are; data.as_chat=true sends them through it, like what is typed to the model "
-        "later"
-    )
-    warnings.warn(f"{which}: {how}.", DataNote, stacklevel=4)
+    how = "they are taken as they are; data.as_chat=true sends them through it, like what is typed to the model later"
+    if chat:
+        how = "they go through it as a user's message, like what is typed; data.as_chat=false takes them as they are"
+    warn_rows(f"{which}: {how}.", DataNote)
 
 
 def _say_split(rows: list[int], tok: Any) -> None:
@@ -337,13 +314,11 @@ def _say_split(rows: list[int], tok: Any) -> None:
     split = [n for n in rows if n > 1]
     names = family_templates(tok) if split else []
     if split:
-        warnings.warn(
+        warn_rows(
             f"{len(split)} of {len(rows)} dialogues became {sum(split)} rows, one for each answer: the chat template "
-            "writes earlier turns in another way once the dialogue goes on, and each answer is learnt behind what the "
-            "model sees then."
+            "writes earlier turns anew as the dialogue goes on; an answer is learnt behind what the model sees."
             + "".join(f" model.chat_template={n} keeps all turns as said, in training and afterwards." for n in names),
             DataNote,
-            stacklevel=3,
         )
 
 
@@ -473,10 +448,9 @@ def _comparable(rows: Iterable[Row], lost: Counter[str], warn: bool) -> tuple[li
             kept.append(row)
     alone = sum(not row["prompt"] for row in kept)
     if alone and warn:
-        _warn(
+        warn_rows(
             f"{alone} of {total} pairs have no prompt and no common beginning, so two whole texts are compared; if "
-            "they answer different prompts, give a prompt column or drop them.",
-            4,
+            "they answer different prompts, give a prompt column or drop them."
         )
     return kept, total
 
@@ -589,9 +563,7 @@ def collate_preferences(rows: Sequence[Row], pad_id: int) -> PreferenceBatch:
     margins = [r.get("margin") for r in rows]
     given = [m for m in margins if m is not None]
     if given and len(given) < len(margins):
-        raise DataError(
-            f"{len(given)} of {len(margins)} rows have a margin; give it in all (0: no difference) or none."
-        )
+        raise DataError(f"{len(given)} of {len(margins)} rows have a margin; give all one (0: no difference) or none.")
     prompts, chosen, rejected = ([r[k] for r in rows] for k in ("prompt_ids", "chosen_ids", "rejected_ids"))
     masks = [r.get("chosen_mask") for r in rows], [r.get("rejected_mask") for r in rows]
     return PreferenceBatch.from_lists(prompts, chosen, rejected, pad_id, given or None, masks)
@@ -738,13 +710,9 @@ class StreamSource:
     """
 
     def __init__(
-        self,
-        open_fn: OpenRows | Iterable[Row],
-        seed: int = 0,
-        buffer: int = 1000,
-        transform: Callable[[list[Row]], list[Row]] | None = None,
-        chunk: int = 64,
-    ) -> None:
+        self, open_fn: OpenRows | Iterable[Row], seed: int = 0, buffer: int = 1000,
+        transform: Callable[[list[Row]], list[Row]] | None = None, chunk: int = 64,
+    ) -> None:  # fmt: skip
         if not callable(open_fn) and iter(open_fn) is open_fn:
             raise DataError("The stream is an iterator that can be read only once; give a function that opens it anew.")
         self.open_fn, self.seed, self.buffer, self.transform, self.chunk = open_fn, seed, buffer, transform, chunk
@@ -808,8 +776,7 @@ class StreamSource:
             self._raw = list(islice(self._rows, self.chunk))
             if passed < self._start or _fingerprint(self._raw) != state["fingerprint"]:
                 raise DataError(
-                    "The stream changed since the checkpoint (other rows at the same place); resume with the data of "
-                    "that run, or start a new one."
+                    "The stream changed since the checkpoint (other rows there); resume with the data of that run."
                 )
             self._ready = self.transform(self._raw) if self.transform else self._raw
             self._given = int(state["given"])

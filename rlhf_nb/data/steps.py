@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from ..core import ConfigError, DataError
-from .formats import DataWarning, Row, to_rows
+from .formats import Row, to_rows, warn_rows
 from .sources import truncate
 from .templates import encode_continuations, encode_pairs, is_blank, pairs_as_chat
 
@@ -55,10 +54,7 @@ class StepRule(NamedTuple):
             ConfigError: two rules at once, an empty separator, or a pattern that can't be read.
         """
         if self.pattern is not None and self.token is not None:
-            raise ConfigError(
-                f"boundary.pattern is {self.pattern!r} and boundary.token {self.token!r}: one of them says where a "
-                "step ends."
-            )
+            raise ConfigError(f"boundary.pattern is {self.pattern!r} and boundary.token {self.token!r}: name one.")
         if not self.separator:
             raise ConfigError(
                 "boundary.separator is empty, so a step would end after each character: give the text that ends a step."
@@ -69,7 +65,7 @@ class StepRule(NamedTuple):
             raise ConfigError(f"boundary.pattern is {self.pattern!r}, which is no regular expression: {e}.") from e
         if matches_nothing:
             raise ConfigError(
-                f"boundary.pattern is {self.pattern!r}, which matches an empty text, so a step would end everywhere."
+                f"boundary.pattern is {self.pattern!r}, which matches an empty text: steps end everywhere."
             )
         return self
 
@@ -196,10 +192,7 @@ def tokenize_steps(
     for i, row in enumerate(normal):
         empty = next((k for k, s in enumerate(row["completions"]) if is_blank(s)), None)
         if empty is not None:
-            raise DataError(
-                f"row {i}, completions[{empty}] is empty, so there is nothing that its label could be about: drop the "
-                "step."
-            )
+            raise DataError(f"row {i}, completions[{empty}] is empty, so its label is about nothing: drop the step.")
     prompts, answers = _spoken([row["prompt"] for row in normal], ["".join(s) for s in steps], tok, chat)
     out, lost, total = list[Row](), Counter[str](), len(normal)
     for row, own, (prompt, ids, _) in zip(normal, steps, encode_pairs(tok, prompts, answers)):
@@ -213,16 +206,13 @@ def tokenize_steps(
             lost["no step inside max_length"] += 1
             continue
         found = {
-            "prompt_ids": head,
-            "completion_ids": tail,
-            "step_ends": [e for e, _ in kept],
+            "prompt_ids": head, "completion_ids": tail, "step_ends": [e for e, _ in kept],
             "step_labels": [v for _, v in kept],
-        }
+        }  # fmt: skip
         out.append({**found, "lengths": [len(prompt), len(ids)]})
     if not out and warn:
         raise DataError(
-            f"none of {total} rows has a step that could be learnt from ({', '.join(lost) or 'there are no rows'}): "
-            "raise data.max_length."
+            f"none of {total} rows has a step left ({', '.join(lost) or 'no rows'}): raise data.max_length."
         )
     if warn:
         _warn_of(out, lost, total, tok, rule)
@@ -232,14 +222,10 @@ def tokenize_steps(
 def _warn_of(rows: Sequence[Row], lost: Counter[str], total: int, tok: Any, rule: StepRule) -> None:
     """Say what was lost, and where the rule would find other steps than the rows have."""
     for why, n in lost.items():
-        warnings.warn(f"{n} of {total} rows have {why} and are left out.", DataWarning, stacklevel=3)
+        warn_rows(f"{n} of {total} rows have {why} and are left out.")
     cut = sum(r["lengths"][1] > len(r["completion_ids"]) for r in rows)
     if cut > 0.05 * total:
-        warnings.warn(
-            f"{cut} of {total} answers are longer than data.max_length, and the labels of their last steps are lost.",
-            DataWarning,
-            stacklevel=3,
-        )
+        warn_rows(f"{cut} of {total} answers are longer than data.max_length: the labels of their last steps are lost.")
     some = rows[:256]
     other = 0
     for r in some:
@@ -247,15 +233,10 @@ def _warn_of(rows: Sequence[Row], lost: Counter[str], total: int, tok: Any, rule
             ends = step_ends(tok, r["completion_ids"], rule)
             other += not set(r["step_ends"]) >= set(ends) - {ends[-1]} or len(ends) < len(r["step_ends"])
     if other:
-        how = (
-            f"boundary.pattern={rule.pattern!r}"
-            if rule.pattern
-            else f"boundary.token={rule.token!r}"
-            if rule.token
-            else f"boundary.separator={rule.separator!r}"
-        )
-        warnings.warn(
+        said = {"pattern": rule.pattern, "token": rule.token, "separator": rule.separator}
+        how = next(f"boundary.{k}={v!r}" for k, v in said.items() if v)
+        warn_rows(
             f"in {other} of {len(some)} rows {how} ends steps elsewhere than the rows do, so in answers of a policy "
             "the model will be asked at places that it never learnt: set boundary.pattern to what ends a step in these "
-            "rows.", DataWarning, stacklevel=3,
-        )  # fmt: skip
+            "rows."
+        )

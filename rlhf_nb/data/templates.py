@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import resources
 from itertools import chain
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple, cast
 
 from ..core import ConfigError, DataError, did_you_mean
 from .foreign import RefusedProgram, render_chats
-from .formats import ASSISTANT, HUMAN, Message, Text, hermes_as_calls, thoughts_of, with_thoughts
+from .formats import ASSISTANT, HUMAN, Message, Text, hermes_as_calls, thoughts_of, warn_rows, with_thoughts
 from .shapes import DataNote
 
 # %% auto #0
@@ -51,10 +50,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int = 4096) -> Any:
 
     special = [PAD_TOKEN, BOS_TOKEN, EOS_TOKEN]
     if vocab_size < 256 + len(special):
-        raise DataError(
-            f"vocab_size is {vocab_size}; byte-level BPE needs at least {256 + len(special)}: 256 bytes and "
-            f"{len(special)} special tokens."
-        )
+        raise DataError(f"vocab_size is {vocab_size}; a byte-level BPE has {256 + len(special)} tokens at least.")
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
@@ -244,9 +240,8 @@ def _render(
         if unseen:
             raise DataError(
                 f"The chat template doesn't write tools: {unseen!r} is nowhere in what it makes of a dialogue, so the "
-                "model would never see it. "
-                f"model.chat_template={_other(tok, next(iter(unique.values())), given)} does, "
-                "data.columns={tools: null} goes without."
+                f"model would never see it. model.chat_template={_other(tok, next(iter(unique.values())), given)} "
+                f"does, data.columns={tools: null} goes without."
             )
         texts |= zip(unique, found)
     return [texts[k] for k in keys]
@@ -281,24 +276,21 @@ def _answer(tok: Any, messages: list[Message], tools: Any, opened: str, closed: 
         return opens, f"{thoughts}\n</think>\n\n{words}{tail}"
     if thoughts:
         raise DataError(
-            f"The chat template leaves out what messages[{len(asked)}] thinks ({thoughts[:40]!r}), and doesn't ask for "
-            "thoughts either. data.thoughts=inline writes them into the answer, between <think> and </think>; "
-            "data.thoughts=drop goes without them."
+            f"The chat template leaves out what messages[{len(asked)}] thinks ({thoughts[:40]!r}). "
+            "data.thoughts=inline writes it into the answer, in <think> tags; data.thoughts=drop goes without."
         )
     if before and closed.startswith(before) and words.strip() in closed[len(before) :]:
-        warnings.warn(
+        warn_rows(
             f"the chat template asks for an answer with {opened[-24:]!r}, but writes none of that in front of answers "
             "without thoughts: they are learnt as it writes them, and sampling begins otherwise.",
             DataNote,
-            stacklevel=2,
         )
         return before, closed[len(before) :]
     other = _other(tok, messages, tools)
     raise DataError(
-        f"The chat template rewrites messages[{len(asked)}], or what came before it: it asks with "
-        f"...{opened[-40:]!r}, and then writes ...{closed[-60:]!r}. So no mask can say which tokens the assistant "
-        f"wrote. Another template takes the rows: model.chat_template={other}; rlhf-nb data FILE --model MODEL names "
-        "all such rows.",
+        f"The chat template rewrites messages[{len(asked)}], or what came before: it asks with ...{opened[-40:]!r}, "
+        f"and then writes ...{closed[-60:]!r}. So no mask can say which tokens the assistant wrote. Another template "
+        f"takes the rows: model.chat_template={other}; rlhf-nb data FILE --model MODEL names all such rows.",
         python=_in_python(other),
     )
 
@@ -308,9 +300,8 @@ def _calls_written(tok: Any, messages: list[Message], turn: int, answer: str) ->
     unsaid = next((name for name in _names(messages[turn].get("tool_calls")) if name not in answer), None)
     if unsaid:
         raise DataError(
-            f"The chat template doesn't write calls of tools: messages[{turn}] calls {unsaid!r}, and nothing of it "
-            f"is in {answer[:40]!r}, so the model would learn to say nothing. "
-            f"model.chat_template={_other(tok, messages)} gives one that does."
+            f"The chat template doesn't write calls of tools: messages[{turn}] calls {unsaid!r}, and nothing of it is "
+            f"in {answer[:40]!r}. model.chat_template={_other(tok, messages)} gives one that does."
         )
 
 
@@ -551,7 +542,7 @@ def as_chat(tok: Any, prompts: Sequence[Text], system: str | None = None, raw: b
         if system is not None:
             why = "the prompt is asked for as it stands" if raw else "this model has no chat template"
             raise DataError(
-                f"a system prompt needs a chat template, and {why}: leave it out, or put it into the prompt itself."
+                f"a system prompt needs a chat template, and {why}: leave it out, or put it into the prompt."
             )
         return list(prompts)
     mark, out = opens_answer(tok), list[Text]()
@@ -612,10 +603,7 @@ class _Letters:
         ids = [i for p, read in zip(parts, plain) for i in ([special[p]] if p in special else read)]
         own, unknown = [special[w] for w in re.findall(self.words, text)], tok.unk_token_id
         if [i for i in ids if i in special.values() and i != unknown] != [i for i in own if i != unknown]:
-            raise DataError(
-                "A message spells a special token of this tokenizer in a way that can't be written as text, and would "
-                "be read as a command: leave it out."
-            )
+            raise DataError("A message spells a special token in a way that can't be written as text: leave it out.")
         return ids
 
 
@@ -680,9 +668,8 @@ def encode_replies(tok: Any, replies: Sequence[Reply]) -> list[list[int]]:
             n = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
             raise DataError(
                 f"The chat template rewrites an answer once it is replied to: token {n} is "
-                f"{tok.decode(a[n : n + 1])!r} at first and {tok.decode(b[n : n + 1])!r} then, so the tokens that were "
-                "drawn would not be those that are read. Another template keeps them: "
-                f"model.chat_template={_other(tok, talk, reply.tools)}."
+                f"{tok.decode(a[n : n + 1])!r} at first and {tok.decode(b[n : n + 1])!r} then, so what was drawn would "
+                f"not be what is read. Another template keeps it: model.chat_template={_other(tok, talk, reply.tools)}."
             )
         out.append(letters.read(after[len(kept) :], True))
     return out
@@ -759,8 +746,7 @@ def encode_answers(
             raise DataError(f"The completion of {str(p)[-40:]!r} is empty: nothing to learn; drop the row.")
         if isinstance(c, str) != isinstance(p, str) and p:
             raise DataError(
-                f"Prompt and completion must both be strings or both messages; {str(c)[:40]!r} is not of its prompt's "
-                "kind (to_format sees to it)."
+                f"Prompt and completion must both be texts or messages; {str(c)[:40]!r} is not of its prompt's kind."
             )
         if isinstance(c, list) and c[0]["role"] != "assistant":
             raise DataError(f"The completion starts with {c[0]['role']!r}; it must start with the assistant.")

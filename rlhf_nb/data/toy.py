@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..core import DataError, ModelError, check_choice, derive_seed, suggest
+from ..strict import table_of
 
 # %% auto #0
 __all__ = ['FACTS', 'ANIMALS', 'ASK', 'QUESTION_KINDS', 'HELLO', 'PROMPT', 'SAY', 'SAY_SUM', 'OPENERS', 'CLOSERS', 'PHRASES',
@@ -46,20 +47,7 @@ class Animal:
 
 
 FACTS = ("home", "food", "legs", "young", "cover", "awake")  # what can be asked about one animal
-_PARK = """
-    wolf    wolves   forest     deer     4  pups         fur       at night
-    owl     owls     forest     mice     2  owlets       feathers  at night
-    fox     foxes    meadow     hares    4  kits         fur       at night
-    bee     bees     meadow     nectar   6  grubs        hair      by day
-    bear    bears    mountains  berries  4  cubs         fur       by day
-    goat    goats    mountains  grass    4  kids         wool      by day
-    otter   otters   river      fish     4  pups         fur       by day
-    duck    ducks    pond       seeds    2  ducklings    feathers  by day
-    frog    frogs    pond       flies    4  tadpoles     skin      at night
-    camel   camels   desert     thorns   4  calves       wool      by day
-    snake   snakes   desert     mice     0  hatchlings   scales    at night
-    spider  spiders  cave       flies    8  spiderlings  hair      at night
-"""
+_WORDS = table_of("data/toy.yaml")
 
 
 def _animal(line: str) -> Animal:
@@ -68,7 +56,7 @@ def _animal(line: str) -> Animal:
     return Animal(one, many, home, food, int(legs), young, cover, " ".join(awake))
 
 
-ANIMALS: dict[str, Animal] = {a.many: a for a in map(_animal, _PARK.strip().splitlines())}
+ANIMALS: dict[str, Animal] = {a.many: a for a in map(_animal, _WORDS["park"].splitlines())}
 
 # %% ../../nbs/data/toy.ipynb #7b4df5e6
 _UNITS = "no one two three four five six seven eight nine ten eleven twelve".split()
@@ -85,17 +73,7 @@ def number_word(n: int) -> str:
     return _TENS[n // 10 - 2] + ("-" + _UNITS[n % 10] if n % 10 else "")
 
 # %% ../../nbs/data/toy.ipynb #1d1597d0
-ASK = {
-    "home": ("Where do {many} live?", "Where can I find {many}?"),
-    "food": ("What do {many} eat?", "What do {many} like to eat?"),
-    "legs": ("How many legs do {many} have?", "How many legs do {many} walk on?"),
-    "young": ("What are young {many} called?", "What do you call young {many}?"),
-    "cover": ("What are {many} covered in?", "What coat do {many} have?"),
-    "awake": ("When are {many} awake?", "When do {many} come out?"),
-    "sum": ("How many legs do {group} have?",),
-    "one": ("Tell me one fact about {many}.", "Just one fact about {many}, please!"),
-    "about": ("Tell me about {many}.", "What should I know about {many}?"),
-}
+ASK: dict[str, list[str]] = _WORDS["ask"]
 QUESTION_KINDS = tuple(ASK)  # every kind of question
 HELLO = ("", "Hello! ", "Hi Pip! ")
 PROMPT = "Visitor: {question}\nPip:"
@@ -145,13 +123,8 @@ def _groups() -> Iterator[tuple[tuple[str, ...], tuple[int, ...]]]:
 @lru_cache(maxsize=1)
 def all_questions() -> dict[str, Question]:
     """Every question there is, by its text."""
-    found = [
-        Question(ask.format(many=a), kind, (a,), (1,))
-        for kind in QUESTION_KINDS
-        for a in ANIMALS
-        for ask in ASK[kind]
-        if kind != "sum"
-    ]
+    single = [(ask, kind, a) for kind in QUESTION_KINDS for a in ANIMALS for ask in ASK[kind] if kind != "sum"]
+    found = [Question(ask.format(many=a), kind, (a,), (1,)) for ask, kind, a in single]
     found += [Question(ask.format(group=group_words(a, n)), "sum", a, n) for a, n in _groups() for ask in ASK["sum"]]
     return {q.text: q for q in found}
 
@@ -219,22 +192,11 @@ def test_prompts(n: int, seed: int = 0, kinds: Sequence[str] | None = None) -> l
     return _draw(n, seed, True, kinds)
 
 # %% ../../nbs/data/toy.ipynb #5fba55e1
-SAY = {  # how a fact is put into words; the first way also works with "they" (except for the young)
-    "home": ("{who} live in the {value}.", "you can find {who} in the {value}."),
-    "food": ("{who} eat {value}.", "{who} like to eat {value}."),
-    "legs": ("{who} have {value} legs.", "{who} walk on {value} legs."),
-    "young": ("young {who} are called {value}.",),
-    "cover": ("{who} are covered in {value}.", "{who} have {value}."),
-    "awake": ("{who} are awake {value}.", "{who} come out {value}."),
-}
+SAY: dict[str, list[str]] = _WORDS["say"]  # the first way also works with "they" (except for the young)
 SAY_SUM = ("{group} have {value} legs.", "that makes {value} legs.")
-OPENERS = ("Good question!", "With pleasure!", "Happy to help!")
-CLOSERS = ("Enjoy the park!", "Have a lovely day!", "Thank you for asking!", "Come back soon!")
-PHRASES = {
-    "courtesy": OPENERS + CLOSERS,
-    "rude": ("Go away.", "Read the sign.", "Who cares?", "Stop bothering me."),
-    "hedge": ("Hmm.", "Let me think.", "I am not sure."),
-}
+_PHRASES: dict[str, list[str]] = _WORDS["phrases"]
+OPENERS, CLOSERS = _PHRASES["opener"], _PHRASES["closer"]
+PHRASES = {"courtesy": OPENERS + CLOSERS, "rude": _PHRASES["rude"], "hedge": _PHRASES["hedge"]}
 FACT_VALUES = {kind: sorted({a.fact(kind) for a in ANIMALS.values()}) for kind in FACTS}
 
 
@@ -390,16 +352,10 @@ def gold_parts(prompt: str, answer: str, prices: Prices = PRICES) -> dict[str, f
     facts = prices.fact * min(r.asked, 2) if kind == "about" else prices.answered * min(r.asked, 1)
     facts += prices.wrong * r.wrong + (0.0 if r.asked else prices.silent)
     too_many = max(r.asked - 1, 0) if kind == "one" else 0
-    return {
-        "facts": facts,
-        "relevance": prices.extra * r.extra + prices.stray * r.stray + prices.only_one * too_many,
-        "courtesy": prices.courtesy * min(r.courtesy, 1)
-        + prices.gushing * max(r.courtesy - 2, 0)
-        + prices.rude * r.rude,
-        "brevity": prices.repeat * r.repeat
-        + prices.unreadable * r.unreadable
-        + prices.long_word * max(r.words - 20, 0),
-    }
+    relevance = prices.extra * r.extra + prices.stray * r.stray + prices.only_one * too_many
+    courtesy = prices.courtesy * min(r.courtesy, 1) + prices.gushing * max(r.courtesy - 2, 0) + prices.rude * r.rude
+    brevity = prices.repeat * r.repeat + prices.unreadable * r.unreadable + prices.long_word * max(r.words - 20, 0)
+    return {"facts": facts, "relevance": relevance, "courtesy": courtesy, "brevity": brevity}
 
 
 def gold_reward(prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> list[float]:
@@ -645,12 +601,7 @@ def build_tokenizer() -> Any:
     return word_tokenizer(vocabulary(), WORD)
 
 # %% ../../nbs/data/toy.ipynb #9126717c
-SIZES: dict[str, dict[str, int]] = {
-    "tiny": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 96},
-    "small": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 256},
-    "medium": {"hidden_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 256},
-    "large": {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 384},
-}
+SIZES: dict[str, dict[str, int]] = _WORDS["sizes"]
 
 
 def toy_model_config(size: str = "small", vocab_size: int | None = None) -> Any:

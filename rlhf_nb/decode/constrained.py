@@ -116,8 +116,7 @@ def read_form(regex: str | None = None, json_schema: Any = None, grammar: str | 
     if len(given) != 1:
         raise ConfigError(
             f"an answer has one form, and {' and '.join(given) or 'none'} {'is' if len(given) < 2 else 'are'} given: "
-            "name one of regex=PATTERN, json_schema=FILE.json, grammar=FILE.lark "
-            "(on a command line --set json_schema=FILE.json)."
+            "name one of regex=PATTERN, json_schema=FILE.json, grammar=FILE.lark (--set json_schema=FILE.json)."
         )
     if regex is not None:
         return AnswerForm("regex", regex)
@@ -150,7 +149,7 @@ class _Writing:
                 allowed[i] = torch.frombuffer(bytearray(row.compute_logit_bias()), dtype=torch.uint8) != 0
                 if row.is_error():
                     raise ModelError(
-                        f"no token can follow in this form: {_reason(row.get_error())}. Use a simpler form."
+                        f"no token can follow in this form: {_reason(row.get_error())}. Use a simpler one."
                     )
         moved = logits.masked_fill(~allowed.to(logits.device), -torch.inf)
         self.seconds += time.perf_counter() - begin
@@ -239,8 +238,8 @@ class Constrained(Decoder):
             except ValueError as e:
                 raise ConfigError(
                     f"{self.name}: llguidance can't read this tokenizer ({_reason(str(e)).partition(': ')[0]}). "
-                    "Byte-level tokenizers of today's models work; "
-                    "one that only has whole words, as the toy world's, can't write every form."
+                    "Byte-level tokenizers of today's models work; one that only has whole words, as the toy world's, "
+                    "can't write every form."
                 ) from e
             self._known = (key, _guide().LLMatcher(table, self.grammar, log_level=0), tokenizer)
             self._known[1].compute_logit_bias()  # whether any token can begin it
@@ -254,10 +253,8 @@ class Constrained(Decoder):
         begin, bare, sampling, rows = time.perf_counter(), unwrapped(model), request.sampling, len(request.prompts)
         ends = request.ends(bare)
         if sampling.min_new_tokens or not ends:
-            what = (
-                f"min_new_tokens={sampling.min_new_tokens} forbids" if ends else "an empty list of EOS tokens forbids"
-            )
-            raise ConfigError(f"{self.name}: the form says where an answer ends, and {what} that. Leave it out.")
+            what = f"min_new_tokens={sampling.min_new_tokens}" if ends else "an empty list of EOS tokens"
+            raise ConfigError(f"{self.name}: the form says where an answer ends, and {what} forbids that: omit it.")
         check_request(bare, request.prompts, sampling, request.num_samples)
         weight = bare.get_input_embeddings().weight  # type: ignore[operator]
         first = self.matcher(request.tokenizer, len(weight), ends).deep_copy()
@@ -266,9 +263,6 @@ class Constrained(Decoder):
         r, kl = _drawn(bare, writing, request)
         whole, n = writing.whole(), int(r.completion_lens.sum())
         if (cut := round((1 - whole) * len(r))) and self.begun is None:
-            log.warning(
-                f"{cut} of {len(r)} answers were cut at max_new_tokens={sampling.max_new_tokens} before they were "
-                "whole: raise it."
-            )
+            log.warning(f"{cut} of {len(r)} answers were cut at max_new_tokens={sampling.max_new_tokens}: raise it.")
         gains = {"whole": whole, "ms of masks per token": 1000 * writing.seconds / n}
         return self.pay(r, begin, gains=gains, **kl)

@@ -88,8 +88,7 @@ class Decoder(Sampler):
         """
         if request.greedy:
             raise ConfigError(
-                f"{self.name} chooses among different draws, and the likeliest answer is always the same: leave greedy "
-                "out."
+                f"{self.name} chooses among different draws; the likeliest answer is one: leave greedy out."
             )
 
     def pay(self, r: Rollout, begin: float, tokens: int | None = None, **more: Any) -> Rollout:

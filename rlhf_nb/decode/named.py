@@ -106,8 +106,7 @@ class DecoderConfig(StrictConfig):
             )
         if self.formed and self.kind not in _DRAWING and self.kind != "constrained":
             raise ValueError(
-                f"regex, json_schema and grammar are for constrained and for kinds that draw ({', '.join(_DRAWING)}), "
-                f"and kind is {self.kind}."
+                f"regex, json_schema, grammar are for constrained, {' and '.join(_DRAWING)}, and kind is {self.kind}."
             )
         parse_stops(self.stop)
         return self

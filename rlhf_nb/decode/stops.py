@@ -100,11 +100,9 @@ class Stops:
         """The character at which a text ends; None: no rule has ended it yet."""
         found = [text.find(t) for t in self.texts]
         found += [m.start() if (m := regex.search(p, text)) else -1 for p in self.patterns]
-        after = [
-            _after_json(text) if self.json else None,
-            None if self.lines is None else _after_lines(text, self.lines),
-            None if self.sentences is None else _after_sentences(text, self.sentences),
-        ]
+        after = [] if self.lines is None else [_after_lines(text, self.lines)]
+        after += [] if self.sentences is None else [_after_sentences(text, self.sentences)]
+        after += [_after_json(text)] if self.json else []
         return min([*(i for i in found if i >= 0), *(i for i in after if i is not None)], default=None)
 
     def cut(self, text: str) -> str:
@@ -161,9 +159,7 @@ def parse_stops(said: str | Sequence[str]) -> Stops:
         else:
             if colon and rest.isdecimal() and kind.isalpha() and kind != "text":
                 hint = did_you_mean(kind, _KINDS, f"There are: {', '.join(_KINDS)}.")
-                raise ConfigError(
-                    f"there is no stop rule {kind!r}. {hint} And text:{word} stops at these very characters."
-                )
+                raise ConfigError(f"there is no stop rule {kind!r}. {hint} And text:{word} stops at these characters.")
             text = (rest if kind == "text" and colon else word).replace("\\n", "\n")
             if not text:
                 raise ConfigError("a stop text is empty, and every answer would end at once: leave it out.")

@@ -43,9 +43,7 @@ class Estimate(NamedTuple):
 def _check_level(level: float) -> float:
     """A level that an interval can have."""
     if not 0.5 <= level < 1:
-        raise ConfigError(
-            f"level is {level}: the share of intervals that hold the truth lies in [0.5, 1), usually 0.95."
-        )
+        raise ConfigError(f"level is {level}: the share of intervals that hold the truth is in [0.5, 1), usually 0.95.")
     return level
 
 
@@ -124,9 +122,7 @@ def share_interval(values: Any, clusters: Sequence[Hashable] | None = None, leve
     """
     x, level = cluster_means(values, clusters), _check_level(level)
     if x.min() < 0 or x.max() > 1:
-        raise DataError(
-            f"a share is made of numbers in [0, 1], and there is {float(x.min() if x.min() < 0 else x.max()):g}."
-        )
+        raise DataError(f"a share is made of numbers in [0, 1], not {float(x.min() if x.min() < 0 else x.max()):g}.")
     p, middle = float(x.mean()), (float(x.sum()) + 1) / (len(x) + 2)
     spread = (float(((x - middle) ** 2).sum()) + (1 - middle) ** 2 + middle**2) / (len(x) + 2)
     n_eff = len(x) * middle * (1 - middle) / spread
@@ -368,8 +364,7 @@ class LengthControlled(NamedTuple):
         r, raw = self.rate, self.raw
         return (
             f"{r.value:.1%} [{r.low:.1%}, {r.high:.1%}] at equal length; {raw.value:.1%} [{raw.low:.1%}, "
-            f"{raw.high:.1%}] as counted; "
-            f"length effect {self.length_effect:+.2f}, longer in {self.longer:.0%}"
+            f"{raw.high:.1%}] as counted; length effect {self.length_effect:+.2f}, longer in {self.longer:.0%}"
         )
 
 
@@ -474,13 +469,9 @@ def _vote(said: Sequence[Hashable | None], wanted: Hashable) -> float:
 
 
 def majority_interval(
-    said: Sequence[Hashable | None],
-    wanted: Sequence[Hashable],
-    num_samples: int,
-    k: int,
-    level: float = 0.95,
+    said: Sequence[Hashable | None], wanted: Sequence[Hashable], num_samples: int, k: int, level: float = 0.95,
     seed: int = 0,
-) -> Estimate:
+) -> Estimate:  # fmt: skip
     """majority@k, the chance that the most frequent of k answers is right, with an interval over prompts.
 
     Args:
@@ -493,9 +484,7 @@ def majority_interval(
     Source: Wang et al., arXiv 2203.11171; the mean over subsets makes it a U-statistic, Hoeffding (1948).
     """
     if num_samples < 1 or len(said) != num_samples * len(wanted) or not len(wanted):
-        raise DataError(
-            f"{len(said)} answers for {len(wanted)} prompts with {num_samples} each: the numbers don't fit."
-        )
+        raise DataError(f"{len(said)} answers for {len(wanted)} prompts with {num_samples} each: numbers don't fit.")
     if not 1 <= k <= num_samples:
         raise ConfigError(f"majority@{k} needs between 1 and {num_samples} of {num_samples} answers.")
     each = []
@@ -539,8 +528,7 @@ def several_note(p_values: Sequence[float], level: float = 0.95) -> str:
     alone, kept = sum(p < alpha for p in p_values), sum(p < alpha for p in holm(p_values))
     return (
         f"{len(p_values)} comparisons: with independent ones, luck alone would make at least one of them look real in "
-        f"{luck:.0%} of cases. "
-        f"{alone} have p < {alpha:.2g}, {kept} after Holm's correction."
+        f"{luck:.0%} of cases. {alone} have p < {alpha:.2g}, {kept} after Holm's correction."
     )
 
 # %% ../../nbs/evaluate/intervals.ipynb #5faa9adc
@@ -556,8 +544,7 @@ class Calibration(NamedTuple):
     def __str__(self) -> str:
         return (
             f"Brier {self.brier.value:.3f} [{self.brier.low:.3f}, {self.brier.high:.3f}], calibration error "
-            f"{self.ece:.3f} "
-            f"(perfect calibration would show {self.ece_if_perfect:.3f}), n={self.n}"
+            f"{self.ece:.3f} (perfect calibration would show {self.ece_if_perfect:.3f}), n={self.n}"
         )
 
 
@@ -595,9 +582,7 @@ def calibration(said: Any, true: Any, bins: int = 10, level: float = 0.95, seed:
     """
     p, y = np.asarray(said, dtype=np.float64), np.asarray(true, dtype=np.float64)
     if p.shape != y.shape or p.ndim != 1 or not len(p):
-        raise DataError(
-            f"{list(p.shape)} probabilities and {list(y.shape)} outcomes: one each is needed, and at least one."
-        )
+        raise DataError(f"{list(p.shape)} probabilities and {list(y.shape)} outcomes: one each, and at least one.")
     if not (((p >= 0) & (p <= 1)).all() and ((y >= 0) & (y <= 1)).all()):
         raise DataError("a probability or an outcome lies outside [0, 1].")
     table = reliability_bins(p, y, bins)

@@ -209,10 +209,8 @@ def perplexity(
         logps = completion_logps(model, c.to(device), token_budget=token_budget).logps.double().sum(1).cpu().numpy()
     tokens = [len(r) - 1 for r in rows]
     size = [len(tokenizer.decode(r[1:], skip_special_tokens=True).encode()) for r in rows]
-    per_token, bits = (
-        ratio_interval(-logps, tokens, level),
-        ratio_interval(-logps / math.log(2), np.maximum(size, 1), level),
-    )
+    per_token = ratio_interval(-logps, tokens, level)
+    bits = ratio_interval(-logps / math.log(2), np.maximum(size, 1), level)
     value, low, high = (math.exp(min(x, 700.0)) for x in per_token[:3])
     return {"perplexity": Estimate(value, low, high, per_token.n, level, "ratio"), "bits_per_byte": bits}
 
@@ -233,17 +231,11 @@ def kmeans(vectors: _Floats, k: int, seed: int = 0, rounds: int = 50) -> list[in
     centres = [vectors[int(rng.integers(len(vectors)))]]
     for _ in range(k - 1):
         far = np.min([((vectors - c) ** 2).sum(1) for c in centres], axis=0)
-        centres.append(
-            vectors[int(rng.choice(len(vectors), p=far / far.sum()) if far.sum() > 0 else rng.integers(len(vectors)))]
-        )
+        at = rng.choice(len(vectors), p=far / far.sum()) if far.sum() > 0 else rng.integers(len(vectors))
+        centres.append(vectors[int(at)])
     middle, own = np.stack(centres), np.full(len(vectors), -1)
     for _ in range(rounds):
-        distance = (
-            ((vectors[:, None] - middle[None]) ** 2).sum(-1)
-            if vectors.size * k < 5e7
-            else np.stack([((vectors - m) ** 2).sum(1) for m in middle], 1)
-        )
-        new = distance.argmin(1)
+        new = np.stack([((vectors - m) ** 2).sum(1) for m in middle], 1).argmin(1)
         if (new == own).all():
             break
         own = new
@@ -310,21 +302,14 @@ def describe(
         level: of the intervals. Diversity is a number of the whole set and has none.
     """
     words = [len(t.split()) for t in texts]
-    out = {
-        "length" if lengths is not None else "words": mean_interval(
-            words if lengths is None else lengths, clusters, level
-        ),
-        "refusals": share_interval([float(is_refusal(t)) for t in texts], clusters, level),
-        "repetition": share_interval([repetition(t) for t in texts], clusters, level),
-    }
-    if finished is not None:
-        out["finished"] = share_interval([float(f) for f in finished], clusters, level)
+    long = ("words", words) if lengths is None else ("length", lengths)
+    out = {long[0]: mean_interval(long[1], clusters, level)}
+    shares: dict[str, Any] = {"refusals": map(is_refusal, texts), "repetition": map(repetition, texts)}
+    shares |= {} if finished is None else {"finished": finished}
+    out |= {k: share_interval([float(x) for x in each], clusters, level) for k, each in shares.items()}
     some = list(texts[:500])
-    whole = {
-        "distinct_2": distinct_n(texts),
-        "self_bleu": self_bleu(texts),
-        "effective_number": effective_number(tfidf(some)),
-    }
+    whole = {"distinct_2": distinct_n(texts), "self_bleu": self_bleu(texts)}
+    whole["effective_number"] = effective_number(tfidf(some))
     return out | {
         k: Estimate(v, math.nan, math.nan, len(texts), level, "whole") for k, v in whole.items() if not math.isnan(v)
     }

@@ -143,11 +143,8 @@ class PolicyEval:
         out: dict[str, float] = {}
         for name in self.scores:
             asked, shown = int((~self.scores[name].isnan()).sum()), shown_as(name)
-            out |= {
-                shown: self.means[name],
-                f"{shown}_std": self.stds[name],
-                f"{shown}_stderr": self.stds[name] / max(asked, 1) ** 0.5,
-            }
+            out |= {shown: self.means[name], f"{shown}_std": self.stds[name]}
+            out[f"{shown}_stderr"] = self.stds[name] / max(asked, 1) ** 0.5
             if against is not None and name in against.scores:
                 out[f"win_rate_{shown}"] = win_rate(self.scores[name], against.scores[name]).rate
         for kind, value in self.kl.items():

@@ -38,14 +38,10 @@ def named_reward(said: str | None, source: ExportSource) -> AnswerScorer | None:
     entry = parse_overrides([f"reward={said}"])["reward"]
     if not isinstance(entry, (str, dict)):
         raise ConfigError(
-            f"--reward is {said!r}: name the folder of a reward model, or an entry such as '{{file: rewards.py, fn: "
-            f"NAME}}'."
+            f"--reward is {said!r}: name a reward model's folder, or an entry such as '{{file: rewards.py, fn: NAME}}'."
         )
-    return scorer(
-        [RewardEntry.model_validate({"model": entry} if isinstance(entry, str) else entry)],
-        source.tokenizer,
-        "--reward",
-    )
+    found = RewardEntry.model_validate({"model": entry} if isinstance(entry, str) else entry)
+    return scorer([found], source.tokenizer, "--reward")
 
 # %% ../../nbs/export/command.ipynb #a931009
 def export_named(

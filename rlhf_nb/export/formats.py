@@ -15,15 +15,7 @@ import torch
 from .. import __version__
 from ..core import ConfigError, RunError, check_choice
 from ..data.hub import sha256_of
-from rlhf_nb.export.price import (
-    Price,
-    AnswerScorer,
-    probe_prompts,
-    forward_of,
-    held_out,
-    measure_copy,
-    too_dear,
-)
+from .price import Price, AnswerScorer, probe_prompts, forward_of, held_out, measure_copy, too_dear
 from .source import ExportSource, load_fp32, write_safetensors
 from ..models.load import staged
 from ..models.merge import sha256_of_weights, told_place
@@ -96,10 +88,7 @@ def check_target(out: Path, source: ExportSource, needed: int, overwrite: bool) 
         RunError: it is the model itself, holds something, or its disk is too full.
     """
     if out.resolve() in (source.tensors.own.resolve(), source.tensors.folder.resolve()):
-        raise RunError(
-            f"{str(out)!r} is the model itself, and would be overwritten while it is read: name another folder with "
-            "--out."
-        )
+        raise RunError(f"{str(out)!r} is the model itself, and would be overwritten: name another folder with --out.")
     if out.exists() and not out.is_dir():
         raise RunError(f"{str(out)!r} is a file, and an export is a folder: name another one with --out.")
     inside = list(out.iterdir()) if out.is_dir() else []
@@ -107,22 +96,18 @@ def check_target(out: Path, source: ExportSource, needed: int, overwrite: bool) 
     if broken and not overwrite:
         raise RunError(
             f"{str(out)!r} holds {broken[0].name}, which an export that was killed has left, or one that still runs "
-            "needs: "
-            "add --overwrite if none runs, or name another folder with --out."
+            "needs: add --overwrite if none runs, or name another folder with --out."
         )
     if len(inside) > len(broken):
         if not earlier_files(out):
-            raise RunError(
-                f"{str(out)!r} holds something that is no export, and isn't touched: name another folder with --out."
-            )
+            raise RunError(f"{str(out)!r} holds something that is no export: name another folder with --out.")
         if not overwrite:
             raise RunError(f"{str(out)!r} holds an export: name another folder, or add --overwrite.")
     there = next(p for p in (out, *out.parents) if p.is_dir())
     free = shutil.disk_usage(there).free
     if needed > free:
         raise RunError(
-            f"the export needs about {needed / 1e6:,.0f} MB, and {str(there)!r} has {free / 1e6:,.0f} MB free. Make "
-            "room, or name a folder on another disk with --out."
+            f"the export needs about {needed / 1e6:,.0f} MB, and {str(there)!r} has {free / 1e6:,.0f}: make room."
         )
 
 # %% ../../nbs/export/formats.ipynb #a868013
@@ -193,20 +178,13 @@ def export_model(
 # %% ../../nbs/export/formats.ipynb #a868014
 def _describe(done: Exported, source: ExportSource, files: dict[str, Path], folder: Path) -> None:
     """Write export.json and README.md."""
+    weights = sha256_of_weights(source.tensors)
     record = {
-        "schema": 1,
-        "format": "safetensors",
-        "rlhf_nb": __version__,
-        "source": {
-            "model": told_place(source.place),
-            "bytes": done.source_bytes,
-            "sha256": sha256_of_weights(source.tensors),
-        },
+        "schema": 1, "format": "safetensors", "rlhf_nb": __version__,
+        "source": {"model": told_place(source.place), "bytes": done.source_bytes, "sha256": weights},
         "files": {name: {"bytes": p.stat().st_size, "sha256": sha256_of(p)} for name, p in files.items()},
-        "bytes": done.bytes,
-        "notes": done.notes,
-        "price": done.price.to_dict(),
-    }
+        "bytes": done.bytes, "notes": done.notes, "price": done.price.to_dict(),
+    }  # fmt: skip
     (folder / EXPORT_RECORD).write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     (folder / "README.md").write_text(readme(done, source), encoding="utf-8")
 

@@ -120,8 +120,7 @@ def probe_prompts(tokenizer: Any) -> HeldOut:
             return HeldOut(name, list(prompts), ids, [None] * len(ids))
     raise ConfigError(
         "the prompts that come with the package are in English, and this model's vocabulary lacks most of their words, "
-        "so a price measured on them says nothing. "
-        "Give prompts of its own: --on FILE."
+        "so a price measured on them says nothing. Give prompts of its own: --on FILE."
     )
 
 
@@ -190,9 +189,8 @@ class Price:
 
     def __str__(self) -> str:
         text = (
-            f"KL {self.kl:.2g} nats a token [{self.kl_low:.2g}, {self.kl_high:.2g}] (worst token {self.kl_worst:.2g}), "
-            f"top-1 agreement {self.top1:.1%}, "
-            f"the same greedy answer on {self.same_answers:.0%} of {self.prompts} prompts"
+            f"KL {self.kl:.2g} nats a token [{self.kl_low:.2g}, {self.kl_high:.2g}] (worst {self.kl_worst:.2g}), top-1 "
+            f"agreement {self.top1:.1%}, the same greedy answer on {self.same_answers:.0%} of {self.prompts} prompts"
         )
         for name, r in self.rewards.items():
             text += f"\n{name}: {r.full:.3f} → {r.copy:.3f}, lost {r.lost:.3f} [{r.low:.3f}, {r.high:.3f}]"
@@ -263,13 +261,9 @@ def too_dear(price: Price, max_kl: float, max_lost: float | None = None) -> list
     said = []
     if not price.kl <= max_kl:
         said.append(
-            f"its KL from the model is {price.kl:.2g} nats a token on {price.measured_on}, and the bound is {max_kl:g} "
-            "(--max-kl)"
+            f"its KL from the model is {price.kl:.2g} nats a token ({price.measured_on}), above --max-kl={max_kl:g}"
         )
     for name, r in price.rewards.items():
         if max_lost is not None and not r.lost <= max_lost:
-            said.append(
-                f"it loses {r.lost:.3g} of the reward {name} ({r.full:.3g} → {r.copy:.3g}), and the bound is "
-                f"{max_lost:g} (--max-lost)"
-            )
+            said.append(f"it loses {r.lost:.3g} of {name} ({r.full:.3g} → {r.copy:.3g}), above --max-lost={max_lost:g}")
     return said

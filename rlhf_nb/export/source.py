@@ -40,10 +40,7 @@ class ExportSource:
             getattr(self.tensors.config, "reward_bias", None) is not None
             or (self.tensors.own / "REWARD_MODEL.md").exists()
         ):
-            raise ModelError(
-                f"{self.place!r} is a reward model, and what is exported here writes texts. Name the policy's "
-                "directory."
-            )
+            raise ModelError(f"{self.place!r} is a reward model, and writes no texts: name the policy's folder.")
 
     @cached_property
     def model(self) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor
 from .support import enabled
 
 log = logging.getLogger(__name__)
-TRITON = torch.version.cuda is not None and find_spec("triton") is not None or os.environ.get("TRITON_INTERPRET") == "1"
+TRITON = bool(find_spec("triton") and (torch.version.cuda or os.environ.get("TRITON_INTERPRET") == "1"))
 if TRITON:
     import triton
     import triton.language as tl

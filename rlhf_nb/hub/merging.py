@@ -29,14 +29,9 @@ def weights_said(text: str | None, models: int) -> list[float]:
     try:
         values = [1.0] if text is None else [float(x) for x in text.split(",")]
     except ValueError:
-        raise ConfigError(
-            f"--weights is {text!r}: numbers separated by commas are needed, such as --weights 0.7,0.3."
-        ) from None
+        raise ConfigError(f"--weights is {text!r}: numbers and commas are needed: --weights 0.7,0.3.") from None
     if len(values) not in (1, models):
-        raise ConfigError(
-            f"--weights has {len(values)} numbers for {models} models: give one for all, or one for each, in the same "
-            "order."
-        )
+        raise ConfigError(f"--weights has {len(values)} numbers for {models} models: give one for all, or one each.")
     return values * models if len(values) == 1 else values
 
 

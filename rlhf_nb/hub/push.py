@@ -14,17 +14,9 @@ from pathlib import Path
 from typing import Any
 
 
-from rlhf_nb.hub.card import (
-    Told,
-    card,
-    figure,
-    inherited_license,
-    measure_models,
-    portable,
-    read_run,
-)
+from .card import Told, card, figure, inherited_license, measure_models, portable, read_run
 from ..core import ConfigError, RunError, printable
-from ..data.hub import endpoint, kinds_of, offline, status_of
+from ..data.hub import HUB_WORDS, endpoint, kinds_of, offline, status_of
 from ..run.log import plain_json, read_metrics
 from ..untrusted import Unreadable, dump_yaml, parse_yaml
 
@@ -105,13 +97,9 @@ def shown_log(told: Told) -> Iterable[str]:
 
 
 def build_folder(
-    found: Told,
-    name: str,
-    folder: Path,
-    license: str | None = None,
-    samples: bool = True,
+    found: Told, name: str, folder: Path, license: str | None = None, samples: bool = True,
     say: Callable[[str], None] = lambda _: None,
-) -> None:
+) -> None:  # fmt: skip
     """Write what is pushed: model, card, figure, settings and log.
 
     Args:
@@ -132,9 +120,8 @@ def build_folder(
     if found.run is not None and found.config is not None:
         (folder / "run").mkdir()
         (folder / "run" / "config.yaml").write_text(dump_yaml(portable(found.config.to_dict())), encoding="utf-8")
-        (folder / "run" / "metrics.jsonl").write_text(
-            "".join(line + "\n" for line in shown_log(found)), encoding="utf-8"
-        )
+        log = "".join(line + "\n" for line in shown_log(found))
+        (folder / "run" / "metrics.jsonl").write_text(log, encoding="utf-8")
         if found.steps:
             picture = "figures/curves.png"
             (folder / "figures").mkdir()
@@ -146,8 +133,8 @@ def build_folder(
     if secrets := find_secrets(folder):
         raise RunError(
             f"nothing was sent, because this looks like a secret: {'; '.join(secrets[:5])}. Take it out of "
-            f"{found.run or found.model} (a token belongs into an "
-            "environment variable), make a new one where it may have been seen, and run the same command again."
+            f"{found.run or found.model} (a token belongs into an environment variable), make a new one where it may "
+            "have been seen, and run the same command again."
         )
 
 # %% ../../nbs/hub/push.ipynb #66015d8b
@@ -163,30 +150,13 @@ def not_sent(error: Exception, name: str, again: str) -> RunError:
         again: the command.
     """
     status = 401 if "LocalTokenNotFoundError" in kinds_of(error) else status_of(error)
-    tokens, where = f"{endpoint()}/settings/tokens", f"{endpoint()}/{name}"
-    if status is None:
-        return RunError(
-            f"the connection to the hub ({endpoint()}) broke, and no commit was made. Run the same command again: "
-            f"{again} (large files that arrived aren't sent twice; {type(error).__name__})"
-        )
-    response = getattr(error, "response", None)
+    gaps = {"name": name, "again": again, "status": status, "hub": endpoint(), "kind": type(error).__name__}
+    gaps |= {"tokens": f"{endpoint()}/settings/tokens", "where": f"{endpoint()}/{name}"}
+    table, response = HUB_WORDS["sent"], getattr(error, "response", None)
+    words = table["no answer"] if status is None else table.get(status, table["any other"])
     said = getattr(error, "server_message", None) or (response.text if response is not None else "") or ""
-    heard = f" (the hub: {shown})" if (shown := printable(said).strip()[:200]) else ""
-    changed = (
-        f"{where} was changed at the same moment, and nothing of that is overwritten. Look at it, then run the same "
-        "command again."
-    )
-    words = {
-        401: f"the hub doesn't know who you are: make a token that may write at {tokens}, log in with `hf auth login` "
-        "(or set HF_TOKEN), and run the same command again.",
-        403: f"your token may not write to {name}: it has another owner, or the token may only read. `hf auth whoami` "
-        f"says who you are; tokens are made at {tokens}.",
-        404: f"{name} isn't on the hub (any more), or your token may not see it: look at {where}.",
-        409: changed,
-        412: changed,
-    }
-    other = f"the hub answers {status}, and nothing was changed there. Run the same command again later: {again}"
-    return RunError(words.get(status, other) + heard)
+    shown = printable(said).strip()[:200] if status is not None else ""
+    return RunError(words.format(**gaps) + (f" (the hub: {shown})" if shown else ""))
 
 
 @contextmanager
@@ -225,7 +195,7 @@ def send(folder: Path, name: str, public: bool, revision: str | None, message: s
     about = api.model_info(name, revision=revision)
     if not public and about.private is False:
         raise RunError(
-            f"{endpoint()}/{name} is public, so everybody would see this. Say so with --public, or choose another name."
+            f"{endpoint()}/{name} is public: all would see this. Say so with --public, or choose another name."
         )
     files = sorted(p for p in folder.rglob("*") if p.is_file())
     names = {p.relative_to(folder).as_posix() for p in files}
@@ -280,17 +250,12 @@ def push_to_hub(
         RunError: no model there, something that looks like a secret, or what the hub refuses.
     """
     if not _NAME.fullmatch(name):
-        raise ConfigError(
-            f"{name!r} is no name on the hub: it has the form owner/name, of letters, digits, '-', '_' and '.'."
-        )
+        raise ConfigError(f"{name!r} is no name on the hub, owner/name of letters, digits, '-', '_' and '.'.")
     found = read_run(place)
     again = f"rlhf-nb push {place} {name}" + (" --public" if public else "")
     again += f" --revision {revision}" if revision else ""
     if public and not (license or inherited_license(found)):
-        raise ConfigError(
-            f"a public model without a licence may not be used, and the first model names none. Choose one: {again} "
-            f"--license apache-2.0"
-        )
+        raise ConfigError(f"a public model without a licence may not be used. Choose one: {again} --license apache-2.0")
     if dry_run is None and offline():
         raise RunError(
             f"HF_HUB_OFFLINE forbids to go to the hub. Allow it for once: HF_HUB_OFFLINE=0 {again}. To look at what "

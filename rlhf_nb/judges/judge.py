@@ -386,8 +386,7 @@ def _pairs(prompts: list[Any], opponents: int | None) -> list[tuple[int, int]]:
     if alone:
         raise RewardError(
             f"a pairwise judge compares answers to one prompt, but {len(alone)} of {len(groups)} prompts have one "
-            f"answer only (the first: {judged_text(prompts[alone[0]])!r:.80}). "
-            "Sample at least 2 per prompt, or use mode='pointwise'."
+            f"answer only (first: {judged_text(prompts[alone[0]])!r:.80}). Sample 2 or more, or use mode='pointwise'."
         )
     return [(rows[i], rows[j]) for rows in groups.values() for i, j in _matches(len(rows), opponents)]
 

@@ -79,14 +79,15 @@ class CheckResult(NamedTuple):
 
 # %% ../../nbs/learn/checks.ipynb #7d9ff006
 def same(a: Any, b: Any, tolerance: float = 1e-4) -> bool:
-    """Whether two answers are equal: numbers and tensors up to a tolerance, in the same shape; NaN equals NaN."""
-    a, b = (x.tolist() if isinstance(x, (np.ndarray, np.generic)) else x for x in (a, b))
-    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        if not isinstance(b, (torch.Tensor, int, float)) or not isinstance(a, (torch.Tensor, int, float)):
-            return same(_plain(a), _plain(b), tolerance)
-        x, y = torch.as_tensor(a).detach().double(), torch.as_tensor(b).detach().double()
-        return x.shape == y.shape and torch.allclose(x, y, tolerance, tolerance, equal_nan=True)
-    if isinstance(a, bool) or isinstance(b, bool) or isinstance(a, str) or isinstance(b, str):
+    """Whether an answer equals the truth b: numbers and tensors up to a tolerance, in the same shape; NaN equals NaN,
+    words in capitals those without, and 1 a True.
+    """
+    a, b = _plain(a), _plain(b)
+    if isinstance(a, str) and isinstance(b, str):
+        return a.strip().casefold() == b.strip().casefold()
+    if isinstance(b, bool) and type(a) is int:  # a mask of 0 and 1
+        return a == b
+    if isinstance(a, (bool, str)) or isinstance(b, (bool, str)):
         return type(a) is type(b) and bool(a == b)
     if isinstance(a, (int, float)) and isinstance(b, (int, float)):
         return (math.isnan(a) and math.isnan(b)) or math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance)
@@ -98,13 +99,14 @@ def same(a: Any, b: Any, tolerance: float = 1e-4) -> bool:
 
 
 def _plain(x: Any) -> Any:
-    """Tensors as lists."""
-    return x.tolist() if isinstance(x, torch.Tensor) else x
+    """Tensors and arrays as lists or numbers."""
+    return x.tolist() if isinstance(x, (torch.Tensor, np.ndarray, np.generic)) else x
 
 
 def _shown(x: Any) -> str:
-    """A value, short."""
-    text = repr(_plain(x)) if not isinstance(x, float) else f"{x:.4g}"
+    """A value, short; long numbers with four digits."""
+    x = _plain(x)
+    text = f"{x:.4g}" if isinstance(x, float) else re.sub(r"\d+\.\d{5,}", lambda m: f"{float(m[0]):.4g}", repr(x))
     return text if len(text) < 300 else text[:300] + " …"
 
 
@@ -302,16 +304,9 @@ def _answers() -> None:
     name, code, cases, seconds = pickle.load(sys.stdin.buffer)
     out, spare = os.fdopen(os.dup(1), "w"), os.open(os.devnull, os.O_WRONLY)
     os.dup2(spare, 1)
-    known: dict[str, Any] = {
-        "math": math,
-        "random": random,
-        "statistics": statistics,
-        "torch": torch,
-        "np": np,
-        "numpy": np,
-    }
-    known |= {"F": torch.nn.functional, "tensor": torch.tensor, "Tensor": torch.Tensor, "re": re, "copy": copy}
-    known |= {"json": json, "t_share": t_share, "__name__": "answer"}
+    known: dict[str, Any] = {m.__name__: m for m in (math, random, statistics, torch, np, re, copy, json)}
+    known |= {"np": np, "F": torch.nn.functional, "tensor": torch.tensor, "Tensor": torch.Tensor}
+    known |= {"t_share": t_share, "__name__": "answer"}
     for module in [m for m in sys.modules if m.startswith("rlhf_nb.learn")]:
         sys.modules[module] = None  # type: ignore[assignment]
     _shut_course()

@@ -49,12 +49,8 @@ def bugs() -> list[Bug]:
 def _bug(entry: dict[str, Any]) -> Bug:
     """An entry of the table as it is shown."""
     if "text" in entry:
-        return Bug(
-            f"{entry['kind']} of a user, for {entry['run']}",
-            entry["text"],
-            range(entry["line"], entry["line"] + 1),
-            entry,
-        )
+        about, line = f"{entry['kind']} of a user, for {entry['run']}", entry["line"]
+        return Bug(about, entry["text"], range(line, line + 1), entry)
     text = textwrap.dedent(inspect.getsource(function_at(entry["where"])[1]))
     first = text[: text.index(entry["old"])].count("\n") + 1
     wrong = range(first, first + entry["new"].rstrip("\n").count("\n") + 1)

@@ -86,10 +86,8 @@ def progress_told() -> str:
         lines.append(f"{n:2} {lesson['title']}: {solved} of {len(kinds)} ({found})")
         bugs += [list(kinds.values())[-1]] if isinstance(n, int) else []  # the last exercise of a lesson
     planted = sum(name.startswith("bug_") and entry["kind"] == "right" for name, entry in kept.items())
-    told = (
-        f"Silent bugs: {bugs.count('right')} of {len(bugs)} in the lessons, {planted} in the dojo (rlhf-nb learn dojo)."
-    )
-    return "\n".join([*lines, told])
+    found = f"{bugs.count('right')} of {len(bugs)} in the lessons, {planted} in the dojo (rlhf-nb learn dojo)."
+    return "\n".join([*lines, f"Silent bugs: {found}"])
 
 
 def course_command(words: Sequence[str]) -> str:
@@ -132,6 +130,7 @@ def quiz(n: int | str, answers: str = "") -> None:
         ConfigError: another number of answers than questions, or no letters of answers.
     """
     questions, given = _lesson(n)[1]["quiz"], answers.replace(",", " ").lower().split()
+    given = list(given[0]) if len(given) == 1 else given  # "acbad"
     if given and len(given) != len(questions):
         raise ConfigError(f"quiz: {len(given)} answers to {len(questions)} questions. Give a letter for each.")
     if odd := next((g for g, q in zip(given, questions) if g not in list("abcd")[: len(q["options"])]), None):
@@ -300,16 +299,21 @@ def _error(values: list[float]) -> float:
 
 
 def _falls(rng: random.Random) -> Iterator[tuple[Any, ...]]:
-    """Differences of gold by prompt: clear falls, clear rises, and noise."""
+    """Differences of gold by prompt, whose mean is so many standard errors from 0: clear changes, noise, and some that
+    every shorter interval would call a change.
+    """
     yield ([1.0, 2.0, 1.0, 2.0],)
-    for shift in (-1.2, 1.2, 0.0, 0.0, 0.25, -0.25, 0.0):
-        yield ([round(rng.gauss(shift, 1), 2) for _ in range(12)],)
+    for errors, n in ((-5.0, 12), (4.0, 12), (0.5, 12), (2.15, 12), (-2.05, 12), (2.9, 4), (-2.9, 4)):
+        drawn = [rng.gauss(0, 1) for _ in range(n)]
+        mean, spread = statistics.fmean(drawn), statistics.stdev(drawn)
+        yield ([round((x - mean) / spread + errors / math.sqrt(n), 4) for x in drawn],)
 
 
-def _told(differences: list[float]) -> str:
-    """ "rose", "fell" or "can't tell", by a 95 % t-interval."""
-    found = mean_interval(differences)
-    return "rose" if found.low > 0 else "fell" if found.high < 0 else "can't tell"
+def _told(differences: list[float], half: float | None = None) -> str:
+    """ "rose", "fell" or "can't tell", by a 95 % t-interval; half: by an interval of that half width."""
+    mean = statistics.fmean(differences)
+    half = mean - mean_interval(differences).low if half is None else half
+    return "rose" if mean > half else "fell" if mean < -half else "can't tell"
 
 
 add_exercise(
@@ -320,9 +324,10 @@ add_exercise(
 )  # fmt: skip
 add_exercise(
     "can_tell", _falls, _told,
-    lambda d: "rose" if statistics.fmean(d) > 0 else "fell",
-    lambda d: "rose" if statistics.fmean(d) > 2.2 * statistics.stdev(d)
-    else "fell" if statistics.fmean(d) < -2.2 * statistics.stdev(d) else "can't tell",
+    lambda d: _told(d, 0.0),
+    lambda d: _told(d, 2.2 * statistics.stdev(d)),
+    lambda d: _told(d, 1.96 * _error(d)),
+    lambda d: _told(d, {4: 3.182, 12: 2.201}[len(d)] * statistics.pstdev(d) / math.sqrt(len(d))),
 )  # fmt: skip
 add_exercise(
     "error_bar", _tables, lambda table: _error([statistics.fmean(row) for row in table]),

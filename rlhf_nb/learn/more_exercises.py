@@ -91,9 +91,8 @@ def _sigmoid(x: float) -> float:
 def _pulls(chosen: float, rejected: float) -> tuple[float, float]:
     """The loss's own gradient, by autograd of the package's loss."""
     both = torch.tensor([chosen, rejected], requires_grad=True)
-    logistic(both[:1] - both[1:]).sum().backward()  # type: ignore[no-untyped-call]
-    assert both.grad is not None
-    return float(both.grad[0]), float(both.grad[1])
+    (slopes,) = torch.autograd.grad(logistic(both[:1] - both[1:]).sum(), both)
+    return float(slopes[0]), float(slopes[1])
 
 
 def _two_numbers(rng: random.Random) -> Iterator[tuple[Any, ...]]:
@@ -152,11 +151,8 @@ def _targets(rng: random.Random) -> Iterator[tuple[Any, ...]]:
     """A reference, rewards, and how far the best policy should be."""
     yield torch.tensor([0.5, 0.5]), torch.tensor([0.0, 1.0]), 0.3
     for n in (3, 4, 5):
-        yield (
-            _shared_out(rng, n),
-            torch.tensor([rng.gauss(0, 1) for _ in range(n - 1)] + [2.5]),
-            0.05 + 0.3 * rng.random(),
-        )
+        q, reward = _shared_out(rng, n), torch.tensor([rng.gauss(0, 1) for _ in range(n - 1)] + [2.5])
+        yield q, reward, 0.05 + 0.3 * rng.random()
 
 
 def _nats(p: Tensor, q: Tensor) -> Tensor:
@@ -180,18 +176,23 @@ def _price(q: Tensor, reward: Tensor, target: float, turned: bool = False) -> fl
     return beta
 
 
-def _logps_of_two(rng: random.Random) -> Iterator[tuple[Any, ...]]:
-    """Log-probs of a policy and of a reference [B, C], and a mask; pads hold garbage."""
-    yield torch.tensor([[-1.0, -5.0]]), torch.tensor([[-2.0, -1.0]]), torch.tensor([[True, False]])
-    for b, c in ((2, 2), (2, 4), (3, 5)):
-        mask = torch.arange(c) < torch.tensor([[rng.randint(1, c)] for _ in range(b)])
-        both = -torch.tensor([[[rng.random() * 3 for _ in range(c)] for _ in range(b)] for _ in range(2)])
+def _padded_pairs(rng: random.Random) -> Iterator[tuple[Any, ...]]:
+    """Log-probs of two answers [2, C] under policy and reference, and a mask; pads hold garbage."""
+    yield torch.tensor([[-1.0, -1.0], [-2.0, -9.0]]), torch.zeros(2, 2), torch.tensor([[True, True], [True, False]])
+    for lens in ((2, 4), (5, 1), (3, 4)):
+        mask = torch.arange(6) < torch.tensor(lens)[:, None]
+        both = -torch.tensor([[[rng.random() * 3 for _ in range(6)] for _ in lens] for _ in range(2)])
         yield both[0], both[1], mask
+
+
+def _log_ratios(logps: Tensor, ref_logps: Tensor, mask: Tensor) -> Tensor:
+    """[B], summed over an answer's tokens."""
+    return (logps - ref_logps).where(mask, 0.0).sum(1)
 
 
 def _batch_kl(logps: Tensor, ref_logps: Tensor, mask: Tensor) -> float:
     """Mean over answers of the summed log-ratio."""
-    return (logps - ref_logps).where(mask, 0.0).sum(1).mean().item()
+    return _log_ratios(logps, ref_logps, mask).mean().item()
 
 
 add_exercise(
@@ -209,7 +210,7 @@ add_exercise(
     tolerance=1e-2,
 )  # fmt: skip
 add_exercise(
-    "kl_of", _logps_of_two, _batch_kl,
+    "kl_of", _padded_pairs, _batch_kl,
     lambda a, b, m: ((b - a) * m).sum().item() / m.sum().item(),
     lambda a, b, m: -_batch_kl(a, b, m),
     lambda a, b, m: ((a - b) * m).sum().item() / m.sum().item(),
@@ -382,19 +383,10 @@ def _paid(p: Tensor, q: Tensor, reward: Tensor) -> float:
     return float((up - down) / (high - low))
 
 
-def _padded_pairs(rng: random.Random) -> Iterator[tuple[Any, ...]]:
-    """Log-probs of chosen and rejected [2, C] under policy and reference, and a mask; pads hold garbage."""
-    yield torch.tensor([[-1.0, -1.0], [-2.0, -9.0]]), torch.zeros(2, 2), torch.tensor([[True, True], [True, False]])
-    for lens in ((2, 4), (5, 1), (3, 4)):
-        mask = torch.arange(6) < torch.tensor(lens)[:, None]
-        both = -torch.tensor([[[rng.random() * 3 for _ in range(6)] for _ in lens] for _ in range(2)])
-        yield both[0], both[1], mask
-
-
 def _margin(logps: Tensor, ref_logps: Tensor, mask: Tensor) -> float:
     """Log-ratio of the chosen answer minus that of the rejected one."""
-    ratio = (logps - ref_logps).where(mask, 0.0).sum(1)
-    return (ratio[0] - ratio[1]).item()
+    chosen, rejected = _log_ratios(logps, ref_logps, mask).tolist()
+    return float(chosen - rejected)
 
 
 add_exercise(
@@ -442,8 +434,8 @@ def _effects(rng: random.Random) -> Iterator[tuple[Any, ...]]:
 
 def _seeds(difference: float, spread: float, share: float = 0.95, df: int = 0) -> int:
     """Smallest n whose t-interval is narrower than the difference; df: degrees of freedom, 0 = n − 1."""
-    fits = (n for n in range(2, 10_000) if t_share(abs(difference) * math.sqrt(n) / spread, df or n - 1) >= share)
-    return next(fits)
+    reach = abs(difference) / spread
+    return next(n for n in range(2, 10_000) if t_share(reach * math.sqrt(n), df or n - 1) >= share)
 
 
 def _by_seed(rng: random.Random) -> Iterator[tuple[Any, ...]]:
@@ -460,11 +452,6 @@ def _paired(a: list[float], b: list[float]) -> list[float]:
     return [statistics.fmean(difference), statistics.stdev(difference) / math.sqrt(len(a))]
 
 
-def _mean_and(a: list[float], b: list[float], error: float) -> list[float]:
-    """The right mean with another error."""
-    return [_paired(a, b)[0], error]
-
-
 add_exercise(
     "holm_correction", _p_values, holm,
     lambda p: [min(1.0, x * len(p)) for x in p],
@@ -478,9 +465,9 @@ add_exercise(
 )  # fmt: skip
 add_exercise(
     "paired_error", _by_seed, _paired,
-    lambda a, b: _mean_and(a, b, math.sqrt((statistics.variance(a) + statistics.variance(b)) / len(a))),
-    lambda a, b: _mean_and(a, b, _paired(a, b)[1] * math.sqrt(len(a))),
-    lambda a, b: _mean_and(a, b, _paired(a, b)[1] * math.sqrt((len(a) - 1) / len(a))),
+    lambda a, b: [_paired(a, b)[0], math.sqrt((statistics.variance(a) + statistics.variance(b)) / len(a))],
+    lambda a, b: [_paired(a, b)[0], _paired(a, b)[1] * math.sqrt(len(a))],
+    lambda a, b: [_paired(a, b)[0], _paired(a, b)[1] * math.sqrt((len(a) - 1) / len(a))],
 )  # fmt: skip
 
 # %% ../../nbs/learn/more_exercises.ipynb #1eebc151
@@ -654,9 +641,7 @@ def _both_halves(rows: list[tuple[str, bool]]) -> list[float]:
 
 def _thumbs(rng: random.Random) -> Iterator[tuple[Any, ...]]:
     """(user, version, thumb up) in the order of time; one user presses often."""
-    yield (
-        [("ann", "old", True), ("bob", "new", False), ("cy", "new", True), ("cy", "new", True), ("cy", "new", True)],
-    )
+    yield ([("ann", "old", True), ("bob", "new", False), *[("cy", "new", True)] * 3],)
     for n in (3, 4, 6):
         said = [(f"u{k}", version, rng.random() < 0.5) for k in range(n) for version in ("old", "new", "new")]
         said += [("loud", "new", k % 3 > 0) for k in range(3 * n)] + [("loud", "new", False), ("loud", "old", True)]
@@ -671,12 +656,6 @@ def _by_user(said: list[tuple[str, str, bool]], of: Any = statistics.fmean) -> f
     return float(new - old)
 
 
-def _by_thumb(said: list[tuple[str, str, bool]]) -> float:
-    """Mean over thumbs."""
-    new, old = (statistics.fmean([up for _, version, up in said if version == v]) for v in ("new", "old"))
-    return float(new - old)
-
-
 add_exercise(
     "paired", _verdicts, lambda old, new: _sign_test(*_changed(old, new)),
     lambda old, new: _sign_test(*_changed(old, new)) / 2,
@@ -685,22 +664,16 @@ add_exercise(
 )  # fmt: skip
 
 
-def _of_all_rows(rows: list[tuple[str, bool]]) -> list[float]:
-    """Both halves, each divided by all rows."""
-    share = statistics.fmean(should == "answer" for should, _ in rows)
-    first, second = _both_halves(rows)
-    return [first * share, second * (1 - share)]
-
-
 add_exercise(
     "over_refusal", _refusals, _both_halves,
-    _of_all_rows,
+    lambda rows: [x * statistics.fmean(should == kind for should, _ in rows)
+                  for x, kind in zip(_both_halves(rows), ("answer", "refuse"))],
     lambda rows: [_both_halves(rows)[0], 1 - _both_halves(rows)[1]],
     lambda rows: _both_halves(rows)[::-1],
 )  # fmt: skip
 add_exercise(
     "thumbs", _thumbs, _by_user,
-    _by_thumb,
+    lambda said: _by_user([(str(i), version, up) for i, (_, version, up) in enumerate(said)]),
     lambda said: _by_user(said, of=lambda ups: float(ups[-1])),
     lambda said: -_by_user(said),
 )  # fmt: skip

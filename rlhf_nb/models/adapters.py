@@ -58,12 +58,8 @@ def _check_wholes(model: nn.Module, settings: LoraSettings) -> None:
                 f"lora.modules_to_save: {name!r} shares its weight with the model's other end (tie_word_embeddings), "
                 "and a trained copy would part them. Leave it out, or train all weights (model.lora=null)."
             )
-        inside = {
-            key.split(".")[-1]
-            for part, m in found.items()
-            for key, x in m.named_modules(prefix=part)
-            if type(x).__name__ in _ADAPTABLE
-        }
+        parts = [item for part, m in found.items() for item in m.named_modules(prefix=part)]
+        inside = {key.split(".")[-1] for key, x in parts if type(x).__name__ in _ADAPTABLE}
         targets = settings.target_modules
         head = {key.split(".")[-1] for key, m in found.items() if m is ends[1]}  # all-linear leaves the head out
         both = inside - head if targets == "all-linear" else inside & {t.split(".")[-1] for t in targets}
@@ -163,8 +159,7 @@ class Reference:
         if moved and copy_model:
             _log.warning(
                 "the adapter's start (pissa, olora) is a part of the frozen weights, so 'adapters off' is not the "
-                "model that was loaded: the reference is a "
-                "frozen copy, which takes memory; init_lora_weights=true or gaussian needs none"
+                "model that was loaded: the reference is a frozen copy; init_lora_weights=true or gaussian needs none"
             )
         self.adapters_off = bool(adapter_names(model)) and not moved
         if self.adapters_off:
@@ -173,11 +168,8 @@ class Reference:
             for _, whole in saved_wholes(model):
                 first = whole.original_module.state_dict()
                 for name, own in whole.modules_to_save.items():
-                    spoken |= (
-                        {name}
-                        if any(not torch.equal(v.to(first[k]), first[k]) for k, v in own.state_dict().items())
-                        else set()
-                    )
+                    if any(not torch.equal(v.to(first[k]), first[k]) for k, v in own.state_dict().items()):
+                        spoken.add(name)
             if spoken:
                 raise ModelError(
                     f"adapter {sorted(spoken)[0]!r} is trained already, so the model with adapters off is not what the "
@@ -222,15 +214,9 @@ class PolicyValue(nn.Module):
     reward_bias: Tensor
 
     def __init__(
-        self,
-        policy: Any,
-        mode: AdapterMode,
-        reference: Reference,
-        *,
-        value_model: ValueModel | None = None,
-        value_head: ScalarHead | None = None,
-        reward: ScalarAdapter | None = None,
-    ) -> None:
+        self, policy: Any, mode: AdapterMode, reference: Reference, *, value_model: ValueModel | None = None,
+        value_head: ScalarHead | None = None, reward: ScalarAdapter | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.policy, self.mode, self.reference = policy, mode, reference
         self.policy_adapter = next(iter(adapter_names(policy)), None)  # the first one put in
@@ -251,14 +237,9 @@ class PolicyValue(nn.Module):
         return self.value_head(states) - self.value_bias  # type: ignore[no-any-return]
 
     def forward(
-        self,
-        c: Completions,
-        *,
-        values: bool = True,
-        head_only: bool = False,
-        token_budget: int = TOKEN_BUDGET,
+        self, c: Completions, *, values: bool = True, head_only: bool = False, token_budget: int = TOKEN_BUDGET,
         **options: Any,
-    ) -> TokenScores:
+    ) -> TokenScores:  # fmt: skip
         """Log-probs, entropy and values of completion tokens.
 
         Args:
@@ -297,11 +278,9 @@ class PolicyValue(nn.Module):
         assert self.value_head is not None
         name = "value" if self.mode == "hydra" else self.policy_adapter
         view = ValueModel(
-            split_head(self.policy)[0],
-            self.value_head,
-            adapter=name,
+            split_head(self.policy)[0], self.value_head, adapter=name,
             lora_config=self.policy.peft_config[name] if name else None,
-        )
+        )  # fmt: skip
         view.bias = self.value_bias
         return view
 
@@ -319,8 +298,7 @@ class PolicyValue(nn.Module):
             )
         view = RewardModel(
             split_head(self.policy)[0], self.reward_head, pooling=self.reward_pooling, adapter="reward",
-            lora_config=self.policy.peft_config[
-                "reward"]
+            lora_config=self.policy.peft_config["reward"],
         )  # fmt: skip
         view.bias = self.reward_bias
         return view
@@ -398,18 +376,14 @@ def _same_base(policy: Any, rm: RewardModel) -> None:
     for key in sorted(theirs):
         a, b = ours.get(key), theirs[key]
         rows = min(len(a), len(b)) if a is not None and a.dim() and b.dim() else 0
-        half = a is not None and a.dtype != b.dtype
-        if (
-            a is None
-            or a.shape[1:] != b.shape[1:]
-            or not torch.allclose(
-                a[:rows].float().cpu(), b[:rows].float().cpu(), rtol=2e-2 if half else 1e-5, atol=1e-3 if half else 1e-7
-            )
-        ):
+        same = a is not None and a.shape[1:] == b.shape[1:]
+        if same and a is not None:
+            rtol, atol = (1e-5, 1e-7) if a.dtype == b.dtype else (2e-2, 1e-3)
+            same = torch.allclose(a[:rows].float().cpu(), b[:rows].float().cpu(), rtol=rtol, atol=atol)
+        if not same:
             raise ModelError(
-                f"the reward model's adapter belongs to another backbone: {key} differs from the policy's. Train the "
-                "reward model with LoRA on the model that PPO starts "
-                "from (the SFT model, merged), or use mode 'separate'."
+                f"the reward model's adapter belongs to another backbone: {key} differs from the policy's. Train it "
+                "with LoRA on the model that PPO starts from (the SFT model, merged), or use mode 'separate'."
             )
 
 # %% ../../nbs/models/adapters.ipynb #cecbcca2

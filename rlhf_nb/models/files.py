@@ -67,8 +67,7 @@ def named(cfg: ModelConfig) -> str:
     """
     if cfg.name_or_path is None:
         raise ConfigError(
-            "model.name_or_path is null: set it to a directory, a short name (smollm2), a hub name or "
-            f"{names(with_model=True)}.",
+            f"model.name_or_path is null: set a folder, a name (smollm2, or of the hub) or {names(with_model=True)}.",
             python="In Python a trainer also takes model= and tokenizer=.",
         )
     return cfg.name_or_path
@@ -193,9 +192,7 @@ def _check_sizes(file: Path, most: int) -> None:
             todo += value.items() if isinstance(value, dict) else ((key, v) for v in value)
         limit = min((n for part, n in _MOST.items() if part in key), default=most)
         if isinstance(value, int) and abs(value) > limit:
-            raise ModelError(
-                f"{str(file)!r} says {key}={value}, and no model has more than {limit:,}: the file is damaged."
-            )
+            raise ModelError(f"{str(file)!r} says {key}={value}, no model has more than {limit:,}: it is damaged.")
 
 # %% ../../nbs/models/files.ipynb #edffabaa
 _NAMING = ["target_modules", "exclude_modules", "modules_to_save", "layers_pattern", "rank_pattern", "alpha_pattern"]
@@ -218,13 +215,12 @@ def _check_names(file: Path) -> None:
         if strange is not None or len(names) > 10_000:
             raise ModelError(
                 f"{str(file)!r}: {key} is {str(strange or len(names))[:80]!r}, and layers are named by letters, "
-                "digits, _, - and . only (at most 10,000 names). Write the layers' names, or merge the adapter where "
-                "you trust it."
+                "digits, _, - and . only (at most 10,000). Name the layers, or merge the adapter where you trust it."
             )
     ranks = [settings.get("r") or 0, *(settings.get("rank_pattern") or {}).values()]
     if any(isinstance(r, int) and r > 16_384 for r in ranks) or settings.get("layer_replication"):
         raise ModelError(
-            f"{str(file)!r}: a rank above 16,384, or layer_replication, would build a far larger model. Refused."
+            f"{str(file)!r}: a rank above 16,384, or layer_replication, builds a far larger model. Refused."
         )
 
 
@@ -234,9 +230,7 @@ def _check_index(index: Path) -> None:
         parts = set(json_value(index.read_bytes())["weight_map"].values())
         strange = sorted(str(p) for p in parts if Path(p).name != p or not p.endswith(".safetensors"))
     except (OSError, Unreadable, KeyError, TypeError, AttributeError) as e:
-        raise ModelError(
-            f"{str(index)!r} can't be read ({type(e).__name__}: {e}), so it isn't known where the weights are."
-        ) from e
+        raise ModelError(f"{str(index)!r} can't be read ({type(e).__name__}: {e}), so the weights aren't found.") from e
     if strange:
         raise ModelError(
             f"{str(index)!r} names {strange[0]!r} as a part of the weights. Weights are read from *.safetensors files "
@@ -301,10 +295,7 @@ def load_or_explain(what: str, name: str, load: Callable[[], Any]) -> Any:
                 "The hub can't be reached from here and there is no copy in its cache: give a local directory instead."
             )
         else:
-            hint = (
-                "It is neither a directory here nor a model on the hub that you may read; check the spelling, or "
-                "log in for a gated model."
-            )
+            hint = "It is neither a folder here nor a model of the hub that you may read: check the name, or log in."
         raise ModelError(
             f"{what} {name!r} can't be loaded. {hint}{near_short_name(name)} ({type(e).__name__}: {reason})"
         ) from e
@@ -367,10 +358,7 @@ def base_of_adapter(where: str | Path) -> str:
     if len(name) > 4000:  # no path of any system
         raise ModelError(f"{str(file)!r} names a base model of {len(name):,} letters: {name:.40}...")
     if os.path.exists(Path(resolve(name)).expanduser() / file.name):
-        raise ModelError(
-            f"{str(where)!r} is a LoRA adapter on top of {name!r}, an adapter itself. Merge that one first, and name "
-            "the merged model."
-        )
+        raise ModelError(f"{str(where)!r} is a LoRA adapter on top of {name!r}, an adapter itself: merge that first.")
     return name
 
 
@@ -403,23 +391,15 @@ def _from_gguf(kind: Any, file: Path, what: str, options: Mapping[str, Any]) -> 
 
     with file.open("rb") as opened:
         if opened.read(4) != b"GGUF":
-            raise ModelError(
-                f"{str(file)!r} doesn't begin like a GGUF file: it is damaged, cut, or something else. Fetch it again."
-            )
+            raise ModelError(f"{str(file)!r} doesn't begin like a GGUF file: is it damaged? Fetch it again.")
     if "quantization_config" in options:
-        raise ModelError(
-            f"{str(file)!r} is unpacked when it is read, so it can't stay in 4 bits: set "
-            "model.lora.quantize_4bit=false."
-        )
+        raise ModelError(f"{str(file)!r} is unpacked when read, not in 4 bits: model.lora.quantize_4bit=false.")
     kept = {k: v for k, v in options.items() if k not in ("revision", "use_safetensors", "trust_remote_code")}
     bar = getattr(reading, "tqdm", None)
     reading.tqdm = lambda rows, **_: rows  # type: ignore[attr-defined]  # it would draw into notebooks and logs
     try:
-        found = load_or_explain(
-            what,
-            str(file),
-            lambda: kind.from_pretrained(str(file.parent), gguf_file=file.name, trust_remote_code=False, **kept),
-        )
+        load = lambda: kind.from_pretrained(str(file.parent), gguf_file=file.name, trust_remote_code=False, **kept)
+        found = load_or_explain(what, str(file), load)
     finally:
         reading.tqdm = bar  # type: ignore[attr-defined]
     model = found[0] if isinstance(found, tuple) else found

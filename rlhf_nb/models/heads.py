@@ -24,16 +24,11 @@ from .layers import LayerStates, body_of, body_parts, cut_body, layers_of
 from ..scoring.scores import Pooling, completion_values, sequence_scores
 from ..scoring.head import split_head
 from rlhf_nb.models.load import (
-    adapter_names,
-    check_start,
-    base_of_adapter,
-    check_loaded,
-    check_whole,
-    compare_outputs,
-)
+    adapter_names, check_start, base_of_adapter, check_loaded, check_whole, compare_outputs,
+)  # fmt: skip
 from .files import settings_in
 from .load import disable_dropout, find_model, load_or_explain, merged_weights, pretrained
-from .load import probe_ids, resize_embeddings, save_weights, staged, using_adapter
+from .load import plain_logits, probe_ids, resize_embeddings, save_weights, staged, using_adapter
 from ..types import Completions
 from ..untrusted import json_value
 
@@ -72,14 +67,9 @@ class ScalarHead(nn.Module):
     """
 
     def __init__(
-        self,
-        hidden_size: int,
-        kind: Literal["linear", "mlp"] = "linear",
-        hidden: int | None = None,
-        dropout: float = 0.0,
-        init: Literal["normal", "zero"] = "normal",
-        seed: int = 0,
-    ) -> None:
+        self, hidden_size: int, kind: Literal["linear", "mlp"] = "linear", hidden: int | None = None,
+        dropout: float = 0.0, init: Literal["normal", "zero"] = "normal", seed: int = 0,
+    ) -> None:  # fmt: skip
         super().__init__()
         check_choice("head", kind, ("linear", "mlp"), ModelError)
         if kind == "linear" and hidden is not None:
@@ -171,17 +161,10 @@ class ScalarModel(nn.Module):
 
     @classmethod
     def from_policy(
-        cls: type[_S],
-        model: Any,
-        *,
-        head: Literal["linear", "mlp"] = "linear",
-        hidden: int | None = None,
-        dropout: float = 0.0,
-        init: Literal["normal", "zero"] = "normal",
-        seed: int = 0,
-        copy_decoder: bool = True,
+        cls: type[_S], model: Any, *, head: Literal["linear", "mlp"] = "linear", hidden: int | None = None,
+        dropout: float = 0.0, init: Literal["normal", "zero"] = "normal", seed: int = 0, copy_decoder: bool = True,
         **options: Any,
-    ) -> _S:
+    ) -> _S:  # fmt: skip
         """A model of this kind on the decoder of a language model.
 
         Args:
@@ -224,8 +207,8 @@ class ScalarModel(nn.Module):
         """
         if model.config.num_labels != 1:
             raise ModelError(
-                f"a {cls.role} model has one label, and this {type(model).__name__} has {model.config.num_labels}: "
-                "load it with num_labels=1."
+                f"a {cls.role} model has one label, this {type(model).__name__} {model.config.num_labels}: "
+                "num_labels=1."
             )
         decoder, score = _parts_of(model, str(model.name_or_path))
         constant = 0.0 if score.bias is None else float(score.bias.detach().float())
@@ -499,10 +482,7 @@ def load_lora_state(module: nn.Module, adapter: str, state: dict[str, Tensor]) -
     own = {k.replace(part, "."): p for k, p in module.named_parameters() if ".lora_" in k and part in k}
     wrong = sorted(set(own) ^ set(state)) or [k for k in own if own[k].shape != state[k].shape]
     if wrong:
-        raise ModelError(
-            f"adapter {adapter!r} doesn't fit: {len(wrong)} of its {len(own)} tensors differ in name or shape, for "
-            f"example {wrong[0]}."
-        )
+        raise ModelError(f"adapter {adapter!r} doesn't fit: {len(wrong)} of {len(own)} tensors differ: {wrong[0]}.")
     with torch.no_grad():
         for k, p in own.items():
             p.copy_(state[k])
@@ -563,13 +543,8 @@ def _verify_scalar(model: ScalarModel, folder: Path, shown: str | Path) -> None:
         if _like_a_classifier(model):
             from transformers import AutoModelForSequenceClassification
 
-            copy_, info = AutoModelForSequenceClassification.from_pretrained(
-                folder, dtype=dtype, output_loading_info=True, use_safetensors=True
-            )
-            check_loaded(copy_, str(shown), {**info, "unexpected_keys": ()})
-            with evaluating(copy_):
-                states = model.decoder(input_ids=ids).last_hidden_state
-                found, expected = copy_.to(ids.device)(input_ids=ids).logits[:, 0], model.head(states[:, -1])
+            found = plain_logits(AutoModelForSequenceClassification, folder, dtype, ids, shown)[:, 0]
+            expected = model.head(model.decoder(input_ids=ids).last_hidden_state[:, -1])
         else:
             again = type(model).load(folder, dtype=dtype).to(ids.device)
             first, rest = ids[:, :1].tolist(), ids[:, 1:].tolist()
@@ -600,8 +575,7 @@ def _parts_of(model: Any, where: str) -> tuple[Any, nn.Linear]:
     decoder, score = getattr(model, model.base_model_prefix), getattr(model, "score", None)
     if not isinstance(score, nn.Linear):
         raise ModelError(
-            f"{where!r} is a {type(model).__name__}, whose score is not one linear layer on the last token's state; it "
-            "can't be taken apart."
+            f"{where!r} is a {type(model).__name__}, whose score is not one linear layer: it can't be taken apart."
         )
     return decoder, score
 
@@ -668,8 +642,8 @@ def load_scalar(
         if config.num_labels != 1:
             raise ModelError(
                 f"{where!r} is no reward or value model, whose score is one number: it is a "
-                f"{', '.join(config.architectures or ['model'])} with {config.num_labels} "
-                "labels. Name the folder that rlhf-nb reward wrote."
+                f"{', '.join(config.architectures or ['model'])} with {config.num_labels} labels. Name the folder that "
+                "rlhf-nb reward wrote."
             )
         decoder, head, constant = _load_parts(where, about, options)
         model = cls(decoder, head, **extra)

@@ -46,8 +46,7 @@ def cut_body(decoder: Any, layers: int) -> None:
     parts = body_parts(decoder)
     if parts is None:
         raise ConfigError(
-            f"{layers} layers are to stay, but {type(decoder).__name__} has no list of layers to cut: leave "
-            "body_layers and head_layers null."
+            f"{layers} layers are to stay, but {type(decoder).__name__} has no list of them: leave body_layers null."
         )
     if not 1 <= layers <= len(parts.layers):
         raise ConfigError(
@@ -78,9 +77,7 @@ class LayerStates(nn.Module):
         super().__init__()
         parts = body_parts(body)
         if parts is None:
-            raise ConfigError(
-                f"{type(body).__name__} has no list of layers to read several from: leave head_layers null."
-            )
+            raise ConfigError(f"{type(body).__name__} has no list of layers to read from: leave head_layers null.")
         known = range(1, len(parts.layers) + 1)
         if not layers or any(k not in known for k in layers) or sorted({*layers}) != list(layers):
             raise ConfigError(

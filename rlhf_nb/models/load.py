@@ -43,8 +43,8 @@ __all__ = ['ensure_pad', 'other_token', 'load_tokenizer', 'dropout_rates', 'disa
            'resize_embeddings', 'quantization_of', 'check_loaded', 'load_causal_lm', 'load_model', 'set_special_tokens',
            'lora_layers', 'saved_wholes', 'moves_base', 'adapter_names', 'adapters_kept', 'using_adapter',
            'merged_weights', 'staged', 'probe_ids', 'compare_outputs', 'save_model', 'save_weights', 'check_whole',
-           'check_start', 'save_adapter', 'base_of_adapter', 'find_model', 'load_or_explain', 'named', 'pretrained',
-           'quiet']
+           'check_start', 'save_adapter', 'plain_logits', 'base_of_adapter', 'find_model', 'load_or_explain', 'named',
+           'pretrained', 'quiet']
 
 # %% ../../nbs/models/load.ipynb #0dea51d7
 _PADS = ["<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>", "<|pad_id|>"]
@@ -80,10 +80,7 @@ def ensure_pad(tokenizer: Any) -> str:
             tokenizer.pad_token = token
             return f"PAD is now {token!r} (id {tokenizer.pad_token_id}, already in the vocabulary): {why}."
     tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
-    return (
-        f"PAD is now '<|pad|>' (id {tokenizer.pad_token_id}, added: the model's embeddings must have "
-        f"{len(tokenizer)} rows): {why}."
-    )
+    return f"PAD is now '<|pad|>' (id {tokenizer.pad_token_id}, added: embeddings need {len(tokenizer)} rows): {why}."
 
 # %% ../../nbs/models/load.ipynb #7484867f
 def _generic_tokenizer(folder: Path) -> bool:
@@ -93,11 +90,8 @@ def _generic_tokenizer(folder: Path) -> bool:
         config = json_value((folder / "tokenizer_config.json").read_bytes())
     except (OSError, ValueError):
         return False
-    generic = isinstance(config, dict) and config.get("tokenizer_class") in (
-        "TokenizersBackend",
-        "PreTrainedTokenizerFast",
-    )
-    return generic and (folder / "tokenizer.json").exists()
+    kind = config.get("tokenizer_class") if isinstance(config, dict) else None
+    return kind in ("TokenizersBackend", "PreTrainedTokenizerFast") and (folder / "tokenizer.json").exists()
 
 # %% ../../nbs/models/load.ipynb #f4b4afa2
 def other_token(ours: Any, theirs: Any) -> str | None:
@@ -244,9 +238,7 @@ def check_window(model: Any, longest: int) -> None:
     said = f"the longest row has {longest} tokens, and the model's window is {window}"
     learnt = ("wpe", "embed_positions", "position_embeddings")
     if any(isinstance(m, nn.Embedding) and name.endswith(learnt) for name, m in model.named_modules()):
-        raise ModelError(
-            f"{said}: it has no position for the rest. data.max_length={window} cuts longer rows; or leave them out."
-        )
+        raise ModelError(f"{said}: it has no position for the rest. data.max_length={window} cuts longer rows.")
     warnings.warn(f"{said}: beyond it, it was never trained. data.max_length={window} cuts longer rows.", stacklevel=4)
 
 
@@ -311,15 +303,14 @@ def check_loaded(model: Any, name: str, info: Mapping[str, Any]) -> None:
     if any(k.split(".")[0] in ("score", "classifier", "v_head", "value_head") for k in unexpected):
         raise ModelError(
             f"{name!r} holds a scoring head ({sorted(unexpected)[0]}) and was asked for as a {type(model).__name__}: "
-            "it is a reward or value model. "
-            "Load it with RewardModel.load or ValueModel.load, or name the policy's directory."
+            "load it with RewardModel.load or ValueModel.load, or name the policy's directory."
         )
     problems = [*sorted(info.get("missing_keys", ())), *(str(k) for k in info.get("mismatched_keys", ()))]
     if problems:
         raise ModelError(
-            f"{name!r} lacks {len(problems)} of the weights of a {type(model).__name__} ({', '.join(problems[:3])}"
-            f"{', ...' if len(problems) > 3 else ''}); they would be random numbers. Is it a model of another kind, or "
-            "an incomplete copy?"
+            f"{name!r} lacks {len(problems)} of the weights of a {type(model).__name__} "
+            f"({', '.join(problems[:3])}{', ...' if len(problems) > 3 else ''}); they would be random numbers. Is it a "
+            "model of another kind, or an incomplete copy?"
         )
 
 # %% ../../nbs/models/load.ipynb #7332a72c
@@ -333,11 +324,8 @@ def _say_untrained(model: Any, tokenizer: Any, added: int, lora: LoraSettings) -
     if not new or any(str(x).rpartition(".")[2] in inside for x in named):
         return
     tied = getattr(model.config, "tie_word_embeddings", False)
-    way = (
-        "model.lora=null trains all weights"
-        if tied
-        else f"model.lora.modules_to_save=[{', '.join(dict.fromkeys(inside))}] trains them"
-    )
+    way = f"model.lora.modules_to_save=[{', '.join(dict.fromkeys(inside))}] trains them"
+    way = "model.lora=null trains all weights" if tied else way
     warnings.warn(
         f"{len(new)} tokens are new to the model ({', '.join(new[:3])}): their weights are alike, the mean of the "
         f"others, and adapters leave them so: it can't tell them apart, nor learn when to write which. {way}.",
@@ -421,13 +409,9 @@ def _load_adapter_merged(where: str, cfg: ModelConfig, precision: Precision, dty
 
 
 def load_model(
-    name: str | Path = FIRST_WORLD.name,
-    *,
-    trainable: bool = True,
-    device: str = "auto",
-    precision: str = "auto",
+    name: str | Path = FIRST_WORLD.name, *, trainable: bool = True, device: str = "auto", precision: str = "auto",
     **options: Any,
-) -> tuple[Any, Any]:
+) -> tuple[Any, Any]:  # fmt: skip
     """A causal language model and its tokenizer, ready for a trainer: `model, tokenizer = load_model("folder or hub
     name")`.
 
@@ -595,8 +579,7 @@ def _merged_weight(layer: Any, adapter: str | None) -> Tensor:
     variant = layer.lora_variant.get(adapter) if isinstance(layer, LoraLayer) else None
     if not isinstance(layer, LoraLayer) or (variant is not None and not type(variant).__name__.startswith("Dora")):
         raise ModelError(
-            f"a {type(variant or layer).__name__} adapter can't be merged; only LoRA and DoRA can. Save the adapter "
-            "itself (merge=False)."
+            f"a {type(variant or layer).__name__} adapter can't be merged as LoRA can: merge=False saves it."
         )
     if adapter not in layer.lora_A:
         return weight.detach()
@@ -678,14 +661,9 @@ def compare_outputs(saved: Tensor, model: Tensor, what: str, where: str | Path) 
 
 # %% ../../nbs/models/load.ipynb #e4eeab7e
 def save_model(
-    model: Any,
-    tokenizer: Any,
-    directory: str | Path,
-    *,
-    merge: bool = False,
-    adapter: str | None = None,
+    model: Any, tokenizer: Any, directory: str | Path, *, merge: bool = False, adapter: str | None = None,
     verify: bool = True,
-) -> Path:
+) -> Path:  # fmt: skip
     """Save a causal LM so that plain `from_pretrained` reads it; a LoRA model as an adapter that plain peft reads, or
     merged.
 
@@ -761,8 +739,7 @@ def check_start(adapter: str, config: LoraConfig) -> None:
     if str(config.init_lora_weights).startswith(("pissa", "olora")):
         raise ModelError(
             f"adapter {adapter!r} started as {config.init_lora_weights!r}, which changed the frozen weights, and what "
-            "was taken out of them isn't known, so the adapter alone would be wrong on the model it came from. Save it "
-            "merged (merge=True)."
+            "was taken out isn't known: by itself it would be wrong there. Save it merged (merge=True)."
         )
 
 
@@ -781,6 +758,22 @@ def save_adapter(model: Any, name: str, folder: Path) -> None:
     config.inference_mode = training
 
 # %% ../../nbs/models/load.ipynb #8d96cd70
+def plain_logits(kind: Any, folder: Path, dtype: torch.dtype, ids: Tensor, shown: str | Path) -> Tensor:
+    """What a saved model makes of token ids, loaded as plain transformers does.
+
+    Args:
+        kind: its class, AutoModelForCausalLM or another.
+        folder, shown: where it is, and how messages call that.
+        dtype: of its weights.
+        ids: int64[B, T].
+    """
+    model, info = kind.from_pretrained(folder, dtype=dtype, output_loading_info=True, use_safetensors=True)
+    check_loaded(model, str(shown), {**info, "unexpected_keys": ()})
+    with evaluating(model):
+        logits: Tensor = model.to(ids.device)(input_ids=ids).logits
+    return logits
+
+
 def _verify(model: Any, adapter: str | None, folder: Path, shown: str | Path) -> None:
     """Reload what was saved, the plain way, and compare logits on a probe."""
     from transformers import AutoModelForCausalLM
@@ -798,10 +791,5 @@ def _verify(model: Any, adapter: str | None, folder: Path, shown: str | Path) ->
             finally:
                 model.delete_adapter("saved_copy")
     else:
-        copy, info = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=embedding.dtype, output_loading_info=True, use_safetensors=True
-        )
-        check_loaded(copy, str(shown), info)
-        with evaluating(copy):
-            found = copy.to(embedding.device)(input_ids=ids).logits
+        found = plain_logits(AutoModelForCausalLM, folder, embedding.dtype, ids, shown)
     compare_outputs(found, expected, "model", shown)

@@ -76,9 +76,8 @@ def slerp(a: Tensor, b: Tensor, t: float) -> Tensor:
     if abs(cosine) > ALMOST_PARALLEL:
         return out.lerp_(other, t)
     angle = math.acos(cosine)
-    return out.mul_(math.sin((1 - t) * angle) / math.sin(angle)).add_(
-        other, alpha=math.sin(t * angle) / math.sin(angle)
-    )
+    ours, theirs = (math.sin(share * angle) / math.sin(angle) for share in (1 - t, t))
+    return out.mul_(ours).add_(other, alpha=theirs)
 
 # %% ../../nbs/models/merge.ipynb #a340019
 def warp(deltas: Sequence[Tensor] | Lazy, weights: Sequence[float]) -> Tensor:
@@ -141,11 +140,8 @@ _NO_MATHS = {
 def _counts(key: str) -> bool:
     """Whether a config's key says what a model computes: not its private notes, nor dropout, which training switches
     off."""
-    return (
-        key not in _NO_MATHS
-        and not key.startswith(("_", "unsloth"))
-        and not key.endswith(("dropout", "pdrop", "dropout_rate"))
-    )
+    private, dropout = key.startswith(("_", "unsloth")), key.endswith(("dropout", "pdrop", "dropout_rate"))
+    return key not in _NO_MATHS and not private and not dropout
 
 
 def _shown(model: ModelTensors) -> str:
@@ -184,35 +180,27 @@ def check_fit(models: Sequence[ModelTensors]) -> list[str]:
             if _counts(key) and own.get(key) != theirs.get(key):
                 raise ModelError(
                     f"{_shown(first)} and {_shown(other)} are different models: {key} is {own.get(key)!r} in the first "
-                    f"and {theirs.get(key)!r} in the second. Only models "
-                    "that were fine-tuned from the same weights can be merged."
+                    f"and {theirs.get(key)!r} in the second. Only models of the same origin can be merged."
                 )
         for key in ("architectures", "max_position_embeddings"):
             if own.get(key) != theirs.get(key):
                 if key == "architectures":
                     raise ModelError(
-                        f"{_shown(first)} is a {own.get(key)} and {_shown(other)} a {theirs.get(key)}: a policy and a "
-                        "reward model don't mix."
+                        f"{_shown(first)} is a {own.get(key)}, {_shown(other)} a {theirs.get(key)}: they don't mix."
                     )
-                notes.append(
-                    f"{key} is {own.get(key)} in {_shown(first)} and {theirs.get(key)} in {_shown(other)}; the first's "
-                    "is kept"
-                )
+                notes.append(f"{key} is {own.get(key)} in {_shown(first)} (kept), {theirs.get(key)} in {_shown(other)}")
         lacking = sorted(set(first) ^ set(other))
         if lacking:
             which = (first, other) if lacking[0] in first else (other, first)
             raise ModelError(
-                f"{_shown(which[0])} has a tensor {lacking[0]} and {_shown(which[1])} has none ({len(lacking)} such "
-                "tensors): they are different models."
+                f"{_shown(which[0])} has a tensor {lacking[0]} and {_shown(which[1])} none (of {len(lacking)} such)."
             )
         for name in first:
             a, b = first.table[name], other.table[name]
             if a.shape != b.shape:
-                why = (
-                    " Tokens were added to one of them: bring both to the same tokenizer first."
-                    if name.endswith(("embed_tokens.weight", "lm_head.weight", "wte.weight"))
-                    else ""
-                )
+                why = ""
+                if name.endswith(("embed_tokens.weight", "lm_head.weight", "wte.weight")):
+                    why = " Tokens were added to one of them: bring both to the same tokenizer first."
                 raise ModelError(
                     f"{name} is {list(a.shape)} in {_shown(first)} and {list(b.shape)} in {_shown(other)}, so they "
                     f"can't be added.{why}"
@@ -235,16 +223,12 @@ def _tokens_fit(
             "tokens are the others'"
         ]
     if words != theirs:
-        apart = sorted(
-            (t for t in words.keys() | theirs.keys() if words.get(t) != theirs.get(t)),
-            key=lambda t: (words.get(t, 1 << 40), t),
-        )
-        token = apart[0]
+        apart = {t for t in words.keys() | theirs.keys() if words.get(t) != theirs.get(t)}
+        token = min(apart, key=lambda t: (words.get(t, 1 << 40), t))
         said = [f"has the id {v[token]}" if token in v else "is none" for v in (words, theirs)]
         raise ModelError(
             f"{_shown(first)} and {_shown(other)} have different tokenizers: {token!r} {said[0]} in the first and "
-            f"{said[1]} in the second ({len(apart):,} tokens differ). "
-            "The same row of both embeddings would stand for different words."
+            f"{said[1]} in the second ({len(apart):,} tokens differ): rows of the embeddings stand for different words."
         )
     templates = {_template(m) for m in (first, other)} - {None}
     return ["the models have different chat templates; the first's is kept"] if len(templates) > 1 else []
@@ -315,9 +299,7 @@ def merge_models(recipe: Recipe, out: str | Path, *, shard_bytes: int = SHARD_BY
             return merged_tensor(recipe, name, models, base).to(table[name][0])
         found = first[name]
         if any(not torch.equal(found, m[name]) for m in models):
-            raise ModelError(
-                f"{name} holds whole numbers, which differ between the models, and a mean of them has no meaning."
-            )
+            raise ModelError(f"{name} holds whole numbers, which differ, and a mean of them has no meaning.")
         return found
 
     with staged(target, "merged model") as folder, torch.no_grad():
@@ -330,10 +312,7 @@ def merge_models(recipe: Recipe, out: str | Path, *, shard_bytes: int = SHARD_BY
 def _check_target(target: Path, said: str | Path, models: Sequence[ModelTensors]) -> None:
     """Raise ModelError where the result would be written over a model that is read."""
     if any(target.resolve() in (m.own.resolve(), m.folder.resolve()) for m in models):
-        raise ModelError(
-            f"{str(said)!r} is one of the models that are merged, and would be overwritten while it is read: name "
-            "another folder."
-        )
+        raise ModelError(f"{str(said)!r} is one of the merged models, and would be overwritten: name another folder.")
 
 
 def _write_beside(
@@ -342,11 +321,8 @@ def _write_beside(
     """Write what stands beside merged weights: the tokenizer's files, from the first source that has each, and the
     record of what was merged."""
     copy_beside(folder, sources)
-    record = {
-        "recipe": portable_recipe(recipe),
-        "read": [{"model": told_place(m.place), "files": sha256_of_weights(m)} for m in read],
-        "written": written,
-    }
+    parts = [{"model": told_place(m.place), "files": sha256_of_weights(m)} for m in read]
+    record = {"recipe": portable_recipe(recipe), "read": parts, "written": written}
     (folder / MERGE_RECORD).write_text(dump_yaml(record), encoding="utf-8")
 
 

@@ -92,8 +92,7 @@ def resolve(name: str, revision: str | None = None) -> str:
     if model in SHORT_NAMES or (said and "/" in model and not model.startswith((".", "/", "~"))):
         more = f"@{revision}" if revision and not said else ""
         raise ModelError(
-            f"{name!r} is not on this machine, and models are fetched only on request. Fetch it once with\n  rlhf-nb "
-            f"get {name}{more}"
+            f"{name!r} is not on this machine, and is fetched on request only:\n  rlhf-nb get {name}{more}"
         )
     return name
 

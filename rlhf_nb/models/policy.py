@@ -68,7 +68,6 @@ def dropout_left_out(config: RunOfModel, method: Any) -> str:
     if lora is None or not lora.dropout or getattr(method, "adapter_dropout", False):
         return ""
     return (
-        f"model.lora.dropout is {lora.dropout:g}, and this method learns without dropout, so it is 0 here: log-probs "
-        "of one token that differ "
-        "each time would be noise in ratios, margins and KL. Set model.lora.dropout=0; sft has it."
+        f"model.lora.dropout is {lora.dropout:g}, and this method learns without: log-probs of one token that differ "
+        "each time would be noise in ratios, margins and KL, so it is 0 here. Set model.lora.dropout=0; sft has it."
     )

@@ -14,14 +14,9 @@ from ..data.foreign import RefusedProgram, check_expression
 from ..data.steps import LINES, StepRule
 from .heads import ScalarHead, ScalarModel, shell_of
 from rlhf_nb.models.load import (
-    check_loaded,
-    compare_outputs,
-    disable_dropout,
-    find_model,
-    load_or_explain,
-    merged_weights,
-)
-from .load import pretrained, probe_ids, save_weights, staged
+    check_loaded, compare_outputs, disable_dropout, find_model, load_or_explain, merged_weights,
+)  # fmt: skip
+from .load import plain_logits, pretrained, probe_ids, save_weights, staged
 from ..scoring.scores import completion_values
 from ..scoring.trees import TOKEN_BUDGET
 from ..types import Completions
@@ -52,8 +47,7 @@ class ProcessModel(ScalarModel):
         super().__init__(decoder, head, adapter=adapter, lora_config=lora_config)
         if head.kind != "linear":
             raise ModelError(
-                "the head of a process reward model is linear, so that plain transformers can read it, not "
-                f"{head.kind!r}."
+                f"the head of a process reward model is linear (plain transformers read it), not {head.kind!r}."
             )
         self.rule = rule.check()
 
@@ -66,9 +60,8 @@ class ProcessModel(ScalarModel):
     def values(self, c: Completions, token_budget: int = TOKEN_BUDGET) -> Tensor:
         """[B, C], probability of a good end behind each token that counts; 0 elsewhere. Dropout is off."""
         with evaluating(self):
-            return torch.where(
-                c.completion_mask, self(c.to(self.device), token_budget).sigmoid().to(c.completion_mask.device), 0.0
-            )
+            chance = self(c.to(self.device), token_budget).sigmoid().to(c.completion_mask.device)
+            return torch.where(c.completion_mask, chance, 0.0)
 
     def save(self, directory: str | Path, tokenizer: Any = None, *, merge: bool = True, verify: bool = True) -> Path:
         """Save as a token classifier: see `save_process`; LoRA is always merged."""
@@ -103,10 +96,7 @@ def _layer_of(model: Any) -> tuple[str, nn.Linear]:
         layer = getattr(model, name, None)
         if isinstance(layer, nn.Linear):
             return name, layer
-    raise ModelError(
-        f"{type(model).__name__} has no linear layer that classifies tokens, so its judgement can't be told from its "
-        "states."
-    )
+    raise ModelError(f"{type(model).__name__} has no linear layer that classifies tokens: it can't judge.")
 
 # %% ../../nbs/models/process.ipynb #959fd752
 def save_process(model: ProcessModel, directory: str | Path, tokenizer: Any = None, *, verify: bool = True) -> Path:
@@ -137,7 +127,7 @@ def save_process(model: ProcessModel, directory: str | Path, tokenizer: Any = No
             named[f"{layer}.bias"] = torch.cat([torch.zeros_like(bias), bias])
         elif float(bias):
             raise ModelError(
-                f"{type(shell).__name__} has no constant in its classifier, and this model's is {float(bias):.3g}."
+                f"{type(shell).__name__} has no constant in its classifier; this model's is {float(bias):.3g}."
             )
         save_weights(type(shell), config, named, folder)
         if verify:
@@ -151,18 +141,12 @@ def _verify(model: ProcessModel, folder: Path, shown: str | Path) -> None:
 
     ids = probe_ids(model.config.get_text_config().vocab_size, model.device)
     dtype = next(p.dtype for p in model.decoder.parameters() if p.is_floating_point())
-    again, info = AutoModelForTokenClassification.from_pretrained(
-        folder, dtype=dtype, output_loading_info=True, use_safetensors=True
-    )
-    check_loaded(again, str(shown), {**info, "unexpected_keys": ()})
-    with evaluating(model), evaluating(again), model.speaking():
-        logits = again.to(ids.device)(input_ids=ids).logits
+    with evaluating(model), model.speaking():
+        logits = plain_logits(AutoModelForTokenClassification, folder, dtype, ids, shown)
         compare_outputs(
-            logits[..., 1] - logits[..., 0],
-            model.number(model.decoder(input_ids=ids).last_hidden_state),
-            "process reward model",
-            shown,
-        )
+            logits[..., 1] - logits[..., 0], model.number(model.decoder(input_ids=ids).last_hidden_state),
+            "process reward model", shown,
+        )  # fmt: skip
 
 # %% ../../nbs/models/process.ipynb #65fd7304
 def _log_odds(layer: nn.Linear) -> tuple[ScalarHead, float]:
@@ -190,13 +174,9 @@ def _own_rule(where: str, rule: StepRule, trusted: bool) -> StepRule:
 
 
 def load_process(
-    name: str | Path,
-    *,
-    device: Any = "cpu",
-    trust_remote_code: bool = False,
-    rule: StepRule | None = None,
+    name: str | Path, *, device: Any = "cpu", trust_remote_code: bool = False, rule: StepRule | None = None,
     **options: Any,
-) -> ProcessModel:
+) -> ProcessModel:  # fmt: skip
     """Load a process reward model: one of ours, or any token classifier with one or two labels.
 
     Args:
@@ -220,17 +200,11 @@ def load_process(
             "(A reward model of whole answers is read by RewardModel.load; in rewards it is {model: FOLDER}.)"
         )
     if config.num_labels > 2:
-        raise ModelError(
-            f"{where!r} has {config.num_labels} labels: a step is wrong or right, which takes two (the second is "
-            "right), or one."
-        )
+        raise ModelError(f"{where!r} has {config.num_labels} labels: wrong and right take two (right last), or one.")
     how: dict[str, Any] = {
-        "dtype": torch.float32,
-        "attn_implementation": "sdpa",
-        **options,
-        "use_safetensors": True,
+        "dtype": torch.float32, "attn_implementation": "sdpa", **options, "use_safetensors": True,
         "output_loading_info": True,
-    }
+    }  # fmt: skip
     found, info = pretrained(AutoModelForTokenClassification, where, trust_remote_code=trust_remote_code, **how)
     check_loaded(found, where, {**info, "unexpected_keys": ()})
     head, bias = _log_odds(_layer_of(found)[1])

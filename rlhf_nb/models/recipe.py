@@ -70,19 +70,13 @@ class Recipe(StrictConfig):
                 "that one as base (--base on the command line)."
             )
         if self.method not in NEEDS_BASE and self.base is not None:
-            raise ConfigError(
-                f"{self.method} has no base: leave it out, put it among the models, or choose one of "
-                f"{', '.join(NEEDS_BASE)}."
-            )
+            raise ConfigError(f"{self.method} has no base: leave it out, or take {' or '.join(NEEDS_BASE)}.")
         if self.method == "slerp" and len(self.models) != 2:
             raise ConfigError(
-                f"slerp walks from one model to a second, and {len(self.models)} are named. linear takes any number, "
-                "warp too."
+                f"slerp walks from one model to a second, not over {len(self.models)}: linear and warp take more."
             )
         if self.method == "warp" and any(p.weight <= 0 for p in self.models):
-            raise ConfigError(
-                "warp gives every model a share of an arc: weights must be above 0. task_arithmetic subtracts."
-            )
+            raise ConfigError("warp's weights are shares of an arc, above 0: task_arithmetic subtracts.")
         if self.method == "linear":
             total_of([p.weight for p in self.models])
         return self

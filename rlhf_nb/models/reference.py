@@ -84,13 +84,9 @@ def reference_sums(
 
 # %% ../../nbs/models/reference.ipynb #8898b447
 def cached_sums(
-    reference: Reference,
-    pairs: TokenPairs,
-    folder: str | Path,
-    *,
-    token_budget: int = TOKEN_BUDGET,
+    reference: Reference, pairs: TokenPairs, folder: str | Path, *, token_budget: int = TOKEN_BUDGET,
     masks: LossMasks | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """[N] sums of the reference's log-probs over completions, from the cache where it has them.
 
     Args:
@@ -165,12 +161,10 @@ class MovingReference(Reference):
         """Move if `step` (counting from 1) is a multiple of `every`; says whether it did."""
         if step % self.every:
             return False
-        if any(
-            hasattr(p, "to_local") or p.shape != q.shape for p, q in zip(policy.parameters(), self.model.parameters())
-        ):
+        both = zip(policy.parameters(), self.model.parameters())
+        if any(hasattr(p, "to_local") or p.shape != q.shape for p, q in both):
             raise ModelError(
-                "the policy's weights are shared out over ranks, and a moving reference needs them whole: call follow "
-                "inside engine.generation_mode()."
+                "the policy's weights are shared out over ranks: call follow inside engine.generation_mode()."
             )
         for mine, new in zip(self.model.parameters(), policy.parameters(), strict=True):
             mine.lerp_(new.to(mine), self.mixup)

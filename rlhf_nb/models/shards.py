@@ -63,7 +63,7 @@ def read_table(file: Path) -> dict[str, TensorEntry]:
                 kind = str(part.get_dtype())
                 if kind not in SHARD_DTYPES:
                     raise ModelError(
-                        f"{name} in {str(file)!r} has the number format {kind}; known are {', '.join(SHARD_DTYPES)}."
+                        f"{name} in {str(file)!r} has the format {kind}; known are {', '.join(SHARD_DTYPES)}."
                     )
                 found[name] = TensorEntry(file, SHARD_DTYPES[kind], tuple(part.get_shape()))
     except (SafetensorError, OSError) as e:
@@ -106,9 +106,8 @@ def _merged_by_peft(place: str, folder: Path, own: Path, config: Any) -> dict[st
     end = next((k for k in keys if any(part in k for part in _ENDS)), None)
     if end is not None and getattr(config, "tie_word_embeddings", False):
         raise ModelError(
-            f"the adapter {place!r} changes {end}, a weight that both ends of the model share (tie_word_embeddings): "
-            "added to it, it would change the other end too, and the model would be another one. Use the adapter with "
-            "peft, or train without that layer."
+            f"the adapter {place!r} changes {end}, a weight that both ends of the model share (tie_word_embeddings), "
+            "and would change the other end, too. Use the adapter with peft, or train without that layer."
         )
     model = pretrained(AutoModelForCausalLM, str(folder), dtype=torch.float32, use_safetensors=True)
     try:
@@ -118,8 +117,7 @@ def _merged_by_peft(place: str, folder: Path, own: Path, config: Any) -> dict[st
     strange = sorted(keys - get_peft_model_state_dict(model).keys())
     if strange:
         raise ModelError(
-            f"the adapter {place!r} changes {strange[0]}, and its model {str(folder)!r} has no such weight: it belongs "
-            "to another model."
+            f"the adapter {place!r} changes {strange[0]}, which {str(folder)!r} lacks: it belongs to another model."
         )
     state: dict[str, Tensor] = model.merge_and_unload().state_dict()
     return state
@@ -139,17 +137,14 @@ def _place_of(place: str) -> tuple[Path | None, Path, Path]:
         hint = f"Did you mean {near!r}?" if near else f"If it is on the hub, fetch it first: rlhf-nb get {place}"
         raise ModelError(f"{place!r} is neither a directory here nor a model that was fetched. {hint}")
     if kind == "gguf":
-        raise ModelError(
-            f"{place!r} is a GGUF file, whose weights are rounded; weights are read from safetensors. Fetch the "
-            "original model."
-        )
+        raise ModelError(f"{place!r} is a GGUF file, with rounded weights: fetch the original model, with safetensors.")
     own = Path(where).expanduser()
     if kind != "adapter":
         return None, own, own
     base = base_of_adapter(where)
     if not base:
         raise ModelError(
-            f"the adapter {place!r} doesn't say which model it belongs to. Save it merged where it was trained."
+            f"the adapter {place!r} doesn't say which model it is of. Save it merged where it was trained."
         )
     kind, under = find_model(base)
     if kind != "model":
@@ -178,8 +173,7 @@ def _files(folder: Path) -> list[Path]:
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
         raise ModelError(
-            f"{str(folder)!r} has no model*.safetensors; it holds: "
-            f"{', '.join(sorted(p.name for p in folder.iterdir())[:8])}."
+            f"{str(folder)!r} has no model*.safetensors, but {', '.join(sorted(p.name for p in folder.iterdir())[:8])}."
         )
     return files
 
@@ -201,8 +195,7 @@ class ModelTensors(Mapping[str, Tensor]):
         self.config: Any = _config(self.folder)
         if getattr(self.config, "quantization_config", None) is not None:
             raise ModelError(
-                f"the weights of {self.place!r} are packed into fewer bits, and sums of those mean nothing. Name the "
-                "model that was packed."
+                f"the weights of {self.place!r} are packed into fewer bits: name the model that was packed."
             )
         self.table: dict[str, TensorEntry] = {}
         for file in _files(self.folder):
@@ -231,11 +224,8 @@ class ModelTensors(Mapping[str, Tensor]):
         Args:
             dtype: of what is no whole number; None: as it is.
         """
-        return {
-            n: (dtype if dtype is not None and e.dtype.is_floating_point else e.dtype, e.shape)
-            for n, e in self.table.items()
-            if n not in self.tied
-        }
+        kept = {n: self.table[n] for n in self}
+        return {n: (dtype if dtype and e.dtype.is_floating_point else e.dtype, e.shape) for n, e in kept.items()}
 
     def __len__(self) -> int:
         return len(self.table) - len(self.tied)
@@ -253,9 +243,8 @@ def _tied_heads(place: str, config: Any, table: Mapping[str, TensorEntry]) -> se
     for head in heads:
         if not any(torch.equal(read_tensor(head, table[head]), read_tensor(e, table[e])) for e in ends):
             raise ModelError(
-                f"the configuration of {place!r} says that both ends share one weight (tie_word_embeddings), "
-                f"and its files hold {head} with other numbers: "
-                "it can't be told which are meant. Save the model again as it was loaded."
+                f"the configuration of {place!r} says that both ends share one weight (tie_word_embeddings), and its "
+                f"files hold {head} with other numbers: which are meant? Save the model again as it was loaded."
             )
     return set(heads)
 
@@ -317,14 +306,10 @@ def write_shards(
                 made = tensor(name)
                 if (made.dtype, tuple(made.shape)) != table[name]:
                     raise ModelError(
-                        f"{name} came as {made.dtype} {list(made.shape)} and was announced as {table[name][0]} "
-                        f"{list(table[name][1])}."
+                        f"{name} came as {made.dtype} {list(made.shape)}, not as {table[name]}, as announced."
                     )
-                if (
-                    made.is_floating_point()
-                    and made.numel()
-                    and not all(bool(torch.isfinite(x)) for x in made.aminmax())
-                ):
+                numbers = made.is_floating_point() and made.numel()
+                if numbers and not all(bool(torch.isfinite(x)) for x in made.aminmax()):
                     raise ModelError(
                         f"{name} holds numbers that are not finite, so the model would answer nothing. One of the "
                         f"models is damaged, or {made.dtype} is too small for it."

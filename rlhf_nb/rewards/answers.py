@@ -94,8 +94,7 @@ class AnswerReward(ABC):
         if column not in columns:
             near = suggest(column, columns) or next((c for c in _USUAL if c in columns), None)
             raise RewardError(
-                f"reward {name!r} reads right answers from the column {column!r}, which the data doesn't have, so "
-                "nothing can be checked. "
+                f"reward {name!r} reads right answers from the column {column!r}, which the data doesn't have. "
                 + (f"Did you mean {near!r}? " if near else "")
                 + f"Columns are: {', '.join(columns) or 'none'}. Name the right one: {{verify: ..., answer: COLUMN}}.",
                 python="In Python: answer_column=...",
@@ -106,10 +105,9 @@ class AnswerReward(ABC):
         parsed: list[Any] = []
         bad: list[str] = []
         for row, answer in enumerate(answers):
+            prompt = prompts[row] if row < len(prompts) else None
             try:
-                parsed.append(
-                    None if answer is None else self.parse_answer(answer, prompts[row] if row < len(prompts) else None)
-                )
+                parsed.append(None if answer is None else self.parse_answer(answer, prompt))
             except ValueError as e:
                 parsed.append(None)
                 bad.append(f"row {row}, {answer!r:.80}: {e}")
@@ -218,11 +216,8 @@ def _last_mark(text: str) -> _Mark | None:
         if denied := _DENIED.match(inside):
             mark = mark._replace(begin=mark.begin + denied.end())
             inside = inside[denied.end() :]
-        if (
-            re.search(r"[^\W_]", inside)
-            and not _REMARK.match(inside)
-            and not _ANOTHER.search(text[max(0, mark.start - 20) : mark.start])
-        ):
+        another = _REMARK.match(inside) or _ANOTHER.search(text[max(0, mark.start - 20) : mark.start])
+        if re.search(r"[^\W_]", inside) and not another:
             return mark
     return _Mark(len(text), len(text), len(text)) if any(m["part"] for m in hashes) else None  # headings, no answer
 
@@ -377,13 +372,9 @@ def _figure(text: str, strict: bool, percent: str) -> _Figure | None:
 def _last(text: str, percent: str) -> _Figure | None:
     """The last number of a text that marks none."""
     *_, found = [None, *_NUMBER.finditer(text)]
-    if (
-        found is None
-        or _PART.search(text[max(0, found.start() - 30) : found.start()])
-        or _GOES_ON.match(text[found.end() : found.end() + 30])
-    ):
+    if found is None or _PART.search(text[max(0, found.start() - 30) : found.start()]):
         return None
-    return _value(found, percent)
+    return None if _GOES_ON.match(text[found.end() : found.end() + 30]) else _value(found, percent)
 
 
 def _first(text: str, percent: str, rest: str) -> _Figure | None:
@@ -401,11 +392,8 @@ def _first(text: str, percent: str, rest: str) -> _Figure | None:
     if found and not _GOES_ON.match(after[found.end() : found.end() + 60]):
         value = _value(found, percent)
         return value._replace(value=-value.value) if value and minus and not equation else value
-    if (
-        equation
-        and (before := list(_NUMBER.finditer(equation[0])))
-        and re.fullmatch(r"\s*=\s*", equation[0][before[-1].end() :])
-    ):
+    before = list(_NUMBER.finditer(equation[0])) if equation else []
+    if equation and before and re.fullmatch(r"\s*=\s*", equation[0][before[-1].end() :]):
         return None if _PART.search(equation[0][: before[-1].start()]) else _value(before[-1], percent)
     if found:
         return None  # it begins with a number that is a part of something else

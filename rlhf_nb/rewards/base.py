@@ -362,9 +362,8 @@ def check_reader(model: Any, tokenizer: Any) -> None:
         if end != tokenizer.eos_token:
             warnings.warn(
                 f"the reward model {model.home!r} wasn't made by this package. Here a score is read at the "
-                f"{tokenizer.eos_token!r} that ends an answer; its template ends an "
-                f"answer by {end!r}, and trainers that use the template's text (transformers, TRL) read it at the "
-                f"last of that: other numbers. {as_text}.",
+                f"{tokenizer.eos_token!r} that ends an answer; its template ends an answer by {end!r}, and trainers "
+                f"that use its text (transformers, TRL) read it at the last of that: other numbers. {as_text}.",
                 stacklevel=3,
             )
 
@@ -397,15 +396,11 @@ class Rewards:
         for i, fn in enumerate(self.fns):
             if not callable(fn) and not isinstance(fn, RolloutScorer):
                 raise ConfigError(
-                    f"reward function {i} is {fn!r}, which can't be called: give f(prompts, completions, **columns), "
-                    "RewardModelFn or Ensemble."
+                    f"reward function {i} is {fn!r}, which can't be called: give f(prompts, completions, **columns)."
                 )
         lists: dict[str, Sequence[Any] | None] = {
-            "weights": weights,
-            "names": names,
-            "timeouts": timeouts,
-            "retries": retries,
-        }
+            "weights": weights, "names": names, "timeouts": timeouts, "retries": retries,
+        }  # fmt: skip
         for what, given in lists.items():
             if given is not None and len(given) != len(self.fns):
                 raise ConfigError(f"{len(given)} {what} for {len(self.fns)} reward functions: one each is needed.")
@@ -423,9 +418,7 @@ class Rewards:
             for i in range(len(self.fns))
         ]
         self.stats: dict[str, float] = {}
-        self.steps: tuple[Tensor, Tensor] | None = (
-            None  # of the last rollout: what is rewarded at steps, and where these end, [B, C]
-        )
+        self.steps: tuple[Tensor, Tensor] | None = None  # [B, C], of the last rollout: rewards at steps, their ends
 
     def __call__(self, rollout: Rollout, needed: bool = True) -> tuple[Tensor, dict[str, Tensor]]:
         """Score a rollout.

@@ -69,13 +69,8 @@ class ClassifierReward:
     ) -> None:  # fmt: skip
         check_choice("output", output, ("logit", "probability"))
         check_choice("reads", reads, ("completion", "both"))
-        self.model, self.tokenizer, self.output, self.reads, self.batch_size = (
-            model,
-            tokenizer,
-            output,
-            reads,
-            batch_size,
-        )
+        self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
+        self.output, self.reads = output, reads
         names = {int(i): str(x) for i, x in model.config.id2label.items()}
         self.label = label_index(label, names)
         self.name = self.__name__ = name or names[self.label].lower()

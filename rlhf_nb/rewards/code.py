@@ -115,11 +115,9 @@ def parse_tests(tests: Any) -> CodeTests:
     if len(entries) > 1 or len(setups) > 1:
         raise ValueError("tests of one row must share their setup and entry_point")
     found = CodeTests(
-        sum((p.scripts for p in parts), ()),
-        sum((p.pairs for p in parts), ()),
-        min(setups, default=""),
+        sum((p.scripts for p in parts), ()), sum((p.pairs for p in parts), ()), min(setups, default=""),
         min(entries, default=""),
-    )
+    )  # fmt: skip
     translate_tests(found.scripts, found.setup, found.entry_point)
     return found
 

@@ -46,9 +46,7 @@ class ProcessReward(RewardModelFn):
         name: str = "process", token_budget: int = TOKEN_BUDGET, device: torch.device | str | None = None,
     ) -> None:  # fmt: skip
         if not isinstance(model, ProcessModel):
-            raise ConfigError(
-                f"{type(model).__name__} judges no steps: give a ProcessModel, or its folder to `load_process_reward`."
-            )
+            raise ConfigError(f"{type(model).__name__} judges no steps: give a ProcessModel (`load_process_reward`).")
         check_choice("aggregate", aggregate, AGGREGATES)
         check_choice("place", place, ("steps", "end"))
         model.rule.token_id(tokenizer)
@@ -63,9 +61,8 @@ class ProcessReward(RewardModelFn):
             c: whole answers, or beginnings of some.
         """
         ends = torch.zeros(c.completion_ids.shape, dtype=torch.bool)
-        for i, (ids, n) in enumerate(
-            zip(host(c.completion_ids).tolist(), host(c.completion_lens).tolist(), strict=True)
-        ):
+        rows = zip(host(c.completion_ids).tolist(), host(c.completion_lens).tolist(), strict=True)
+        for i, (ids, n) in enumerate(rows):
             ends[i, step_ends(self.tokenizer, ids[:n], self.net.rule)] = True
         device = self._device or self.net.device
         tokens = (c.prompt_ids, c.prompt_mask, c.completion_ids, c.completion_lens)
@@ -83,11 +80,8 @@ class ProcessReward(RewardModelFn):
         """Aggregates [B]; as parts the number of steps, the least and the last value, and, where steps are rewarded,
         `step_rewards` and `step_ends` [B, C]."""
         values, ends = self.steps(rollout)
-        parts = {
-            "steps": ends.sum(1).float(),
-            "least": aggregate_steps(values, ends, "min"),
-            "last": aggregate_steps(values, ends, "last"),
-        }
+        least, last = aggregate_steps(values, ends, "min"), aggregate_steps(values, ends, "last")
+        parts = {"steps": ends.sum(1).float(), "least": least, "last": last}
         if self.place == "steps":
             parts |= {"step_rewards": step_rewards(values, ends, self.aggregate), "step_ends": ends}
         return aggregate_steps(values, ends, self.aggregate), parts

@@ -13,11 +13,8 @@ from ..core import ConfigError
 __all__ = ['TrlAnswer', 'as_answers', 'trl_reward', 'as_reward']
 
 # %% ../../nbs/rewards/trl.ipynb #023c13d9
-_ONLY_THERE = {
-    "trainer_state": "columns of the data, and step counts in a Callback",
-    "log_extra": "a list of functions (each is logged under its name)",
-    "log_metric": "a list of functions (each is logged under its name)",
-}
+_ONLY_THERE = dict.fromkeys(("log_extra", "log_metric"), "a list of functions (each is logged under its name)")
+_ONLY_THERE["trainer_state"] = "columns of the data, and step counts in a Callback"
 
 
 class _Edge(str):
@@ -83,10 +80,8 @@ def trl_reward(fn: Any) -> Any:
     wanted = {p.name for p in parameters}
 
     def call(prompts: list[Any], completions: list[str], **columns: Any) -> Any:
-        said = [
-            [{"role": "assistant", "content": str(c)}] if isinstance(p, list) else c
-            for p, c in zip(prompts, completions, strict=True)
-        ]
+        both = zip(prompts, completions, strict=True)
+        said = [[{"role": "assistant", "content": str(c)}] if isinstance(p, list) else c for p, c in both]
         given = {"prompts": prompts, "completions": said, **columns}
         return fn(**(given if takes_all else {k: v for k, v in given.items() if k in wanted}))
 
@@ -98,11 +93,8 @@ def trl_reward(fn: Any) -> Any:
     adapted: Any = functools.wraps(fn, updated=())(call_later if is_async else call)
     adapted.__name__ = str(getattr(fn, "name", name))
     ours = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in ("prompts", "completions")]
-    columns = [
-        p.replace(kind=p.KEYWORD_ONLY)
-        for p in parameters
-        if p.kind is not p.VAR_KEYWORD and p.name not in ("prompts", "completions")
-    ]
+    named = [p for p in parameters if p.kind is not p.VAR_KEYWORD and p.name not in ("prompts", "completions")]
+    columns = [p.replace(kind=p.KEYWORD_ONLY) for p in named]
     if takes_all and "completion_ids" not in wanted:
         columns.append(inspect.Parameter("completion_ids", inspect.Parameter.KEYWORD_ONLY))
     adapted.__signature__ = inspect.Signature([*ours, *columns, *(p for p in parameters if p.kind is p.VAR_KEYWORD)])

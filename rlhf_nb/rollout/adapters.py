@@ -7,9 +7,10 @@ import importlib
 import inspect
 import random
 import re
+import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from ..core import ConfigError
@@ -71,6 +72,21 @@ class Gymnasium:
         return f"{picture}State: {state}"
 
 
+_EVALUATES = re.compile(r"\b(?:eval|exec|sympify|parse_expr)\(\s*\w*answer")  # a check that runs what it is given
+_FUNCTIONS = re.compile(r"\b(?:a?(?:sin|cos|tan)h?|exp|log|ln|sqrt|Abs|Integral)\s*\(")
+_PROGRAM = re.compile(  # a call, an attribute, a name that is bound, or a power that takes for ever
+    r"[^\w\s.,+\-*/^()\[\]]|\bfor\b|[\w.)\]]\s*\(|\.\s*[^\W\d]|\*\*[^+\-*/]*\*\*|\*\*\W*\d{3}"
+)
+
+
+def _evaluates(puzzles: Any) -> bool:
+    """Whether a dataset's check may run an answer as Python."""
+    try:
+        return bool(_EVALUATES.search(inspect.getsource(sys.modules[type(puzzles).__module__])))
+    except (OSError, TypeError):  # unknown
+        return True
+
+
 class ReasoningGym:
     """A puzzle of reasoning-gym; the seed draws it.
 
@@ -89,9 +105,13 @@ class ReasoningGym:
         return str(self.puzzles[0]["question"])
 
     def step(self, turn: Turn) -> Step:
-        """What its check says."""
-        answers = re.findall(r"<answer>(.*?)</answer>", turn.text, re.DOTALL) or [turn.text]
-        return Step(reward=float(self.puzzles.score_answer(answers[-1].strip(), self.puzzles[0])), done=True)
+        """What its check says; one that would run the answer as Python gets no program."""
+        answer = (re.findall(r"<answer>(.*?)</answer>", turn.text, re.DOTALL) or [turn.text])[-1].strip()
+        program = len(answer) > 1000 or _PROGRAM.search(_FUNCTIONS.sub("(", answer))
+        with suppress(Exception):  # a check that can't read an answer pays nothing for it
+            if not (program and _evaluates(self.puzzles)):
+                return Step(reward=float(self.puzzles.score_answer(answer, self.puzzles[0])), done=True)
+        return Step(metrics={"refused": 1.0}, done=True)
 
     def close(self) -> None:
         """Nothing to do."""

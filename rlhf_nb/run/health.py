@@ -364,6 +364,10 @@ CHECKS: dict[str, Callable[[Known, Mapping[str, Any]], Concern]] = {
         "prompts are too easy or too hard; choose others, or resample"),
     "cut answers": _above("completions/clipped_ratio", 0.05, 0.3, "of the answers were cut at the length limit",
         "raise max_new_tokens, or punish the missing end"),
+    "ends": _above("completions/ends_lost", 0.05, 0.5, "of the finished answers have no EOS that counts in the loss",
+        "an end that isn't learnt isn't spoken; look at masks and lengths"),
+    "noise": _above("groups/noise", 0.3, 0.7, "of the variance of a prompt's scores is between equal answers",
+        "the reward is noise, or scores belong to other answers; ask it for the same answers in another order"),
     "clipping": _above("policy/clipfrac_avg", 0.25, 0.5, "of the tokens' ratios were clipped",
         "steps are too large: lower lr, or fewer inner epochs"),
     "learning": _learning, "held out": _held_out, "chosen": _chosen, "stale answers": _stale, "numbers": _skipped,
@@ -375,7 +379,7 @@ _NEEDED = (
     "objective/entropy", "completions/mean_length", "val/explained_variance", "loss", "grad_norm", "skipped",
     "perf/stall_s", "perf/step_s", "frac_reward_zero_std", "completions/clipped_ratio", "policy/clipfrac_avg",
     "eval/loss", "rewards/chosen", "rewards/margins", "logps/chosen", "rollout/effective_share", "rollout/lag",
-    "objective/non_score_reward", "updates",
+    "objective/non_score_reward", "updates", "completions/ends_lost", "groups/noise",
 )  # fmt: skip
 
 

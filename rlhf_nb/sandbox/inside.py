@@ -217,15 +217,8 @@ def _answered(op: str, x: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
             "set": lambda: setattr(x, *args), "is": lambda: isinstance(args[0], x),
         }  # fmt: skip
         return todo[op]()
-    known: dict[str, Callable[..., Any]] = {
-        "iter": iter,
-        "next": next,
-        "len": len,
-        "bool": bool,
-        "str": str,
-        "repr": repr,
-    }
-    return x[args[0]] if op == "item" else known[op](x)
+    known: dict[str, Callable[..., Any]] = {"iter": iter, "next": next, "len": len, "bool": bool, "str": str}
+    return x[args[0]] if op == "item" else {**known, "repr": repr}[op](x)
 
 
 class _Objects:
@@ -369,9 +362,7 @@ class _Asker:
         """The number of an object of the program's; nothing else goes there but plain values."""
         if type(x) is _Remote:
             return x._is[0], ""
-        self.unclear.append(
-            f"the test hands the program a {type(x).__name__}, and only plain values can be handed over"
-        )
+        self.unclear.append(f"the test hands the program a {type(x).__name__}, where only plain values can go")
         raise _Stop(self.unclear[-1])
 
     def ask(self, op: str, target: int, args: list[Any], kwargs: Any = None, made: str = "", answer: bool = True,

@@ -60,12 +60,8 @@ def _namespaces(libc: Any, folder: str, size: int) -> bool:
             f.write(text)
     private, no_suid_dev_exec = 0x4000 | 0x40000, 2 | 4 | 8
     libc.mount(None, b"/", None, private, None)
-    if (
-        libc.mount(
-            b"tmpfs", folder.encode(), b"tmpfs", no_suid_dev_exec, f"size={size},nr_inodes=4096,mode=700".encode()
-        )
-        == 0
-    ):
+    how = f"size={size},nr_inodes=4096,mode=700".encode()
+    if libc.mount(b"tmpfs", folder.encode(), b"tmpfs", no_suid_dev_exec, how) == 0:
         os.chdir(folder)
     return True
 
@@ -507,9 +503,8 @@ class Sandbox:
         if result.fences and not self.programs_may_escape and not _holds(result.fences):
             raise ConfigError(
                 f"the sandbox runs no programs here: only {', '.join(result.fences)} would stand between them and your "
-                "files, and a program can get past that. Needed are landlock (Linux 5.13) and one of namespaces and "
-                "seccomp. Run the training on such a machine; or, in a container that has nothing to lose, say "
-                "programs_may_escape=True."
+                "files. Needed are landlock (Linux 5.13) and one of namespaces and seccomp. Run the training on such a "
+                "machine; or, in a container that has nothing to lose, say programs_may_escape=True."
             )
         return result
 

@@ -77,7 +77,7 @@ def _runner(tree: ast.Module) -> str:
         if isinstance(n, ast.FunctionDef) and n.name.startswith("test") and n.name not in called:
             if len(n.args.args) > len(n.args.defaults):
                 raise ValueError(
-                    f"a test can't be judged: `{n.name}` needs {n.args.args[0].arg!r}, which only pytest could give it"
+                    f"a test can't be judged: `{n.name}` needs {n.args.args[0].arg!r}, which only pytest gives"
                 )
             lines.append(f"{n.name}()")
         elif isinstance(n, ast.ClassDef) and any(ast.unparse(base).endswith("TestCase") for base in n.bases):
@@ -94,12 +94,8 @@ def _runner(tree: ast.Module) -> str:
 def _unclear(tree: ast.AST, asked: set[str], defined: set[str]) -> str | None:
     """What in a test can't be judged from outside the program, in words; None if all can."""
     nodes = list(ast.walk(tree))
-    asked = asked | {
-        a.asname or a.name
-        for n in nodes
-        if isinstance(n, ast.ImportFrom) and n.module in ("solution", "__main__")
-        for a in n.names
-    }
+    theirs = [n for n in nodes if isinstance(n, ast.ImportFrom) and n.module in ("solution", "__main__")]
+    asked = asked | {a.asname or a.name for n in theirs for a in n.names}
     functions = {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.ClassDef)} & defined
     bound = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
     bound |= {n.arg for n in nodes if isinstance(n, ast.arg)}
@@ -127,10 +123,7 @@ def _unclear_import(n: ast.AST) -> str | None:
     if not isinstance(n, ast.Import | ast.ImportFrom):
         return None
     if isinstance(n, ast.ImportFrom) and n.module in ("solution", "__main__") and n.names[0].name == "*":
-        return (
-            f"`from {n.module} import *` would let the program replace any name of the test; import what is tested "
-            "by name"
-        )
+        return f"`from {n.module} import *` lets the program replace names of the test; import what is tested by name"
     if "mock" in ast.unparse(n).replace(".", " ").split():
         return "it replaces parts of the program (mock), which runs elsewhere"
     modules = [n.module or ""] if isinstance(n, ast.ImportFrom) else [a.name for a in n.names]
@@ -145,10 +138,7 @@ def _unclear_comparison(n: ast.AST, asked: set[str]) -> str | None:
         return None
     heads = [s.func if isinstance(s, ast.Call) else s.value if isinstance(s, ast.Attribute) else None for s in theirs]
     if any(isinstance(h, ast.Name) and h.id in asked and h.id[0].isupper() for h in heads):
-        return (
-            f"it compares objects of the program's own class (`{ast.unparse(n)}`), so the program decides; compare "
-            "their attributes"
-        )
+        return f"it compares objects of the program's own class (`{ast.unparse(n)}`); compare their attributes"
     bare = [s.id for s in theirs if isinstance(s, ast.Name) and s.id in asked]
     return f"it compares with `{bare[0]}`, which only the program could define (`{ast.unparse(n)}`)" if bare else None
 
@@ -158,17 +148,13 @@ def _unclear_call(n: ast.AST, asked: set[str], functions: set[str]) -> str | Non
     if isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id in asked:
         for given in (*n.args, *(k.value for k in n.keywords)):
             if isinstance(given, ast.Lambda) or (isinstance(given, ast.Name) and given.id in functions):
-                return (
-                    f"it hands a function or class to the program (`{ast.unparse(n)}`); only plain values can be "
-                    "handed over"
-                )
+                return f"it hands a function or class to the program (`{ast.unparse(n)}`): plain values only"
     outer = n.value if isinstance(n, ast.Expr) else n.test if isinstance(n, ast.Assert) else None
     if outer is not None and outer in _calls(outer, asked):
         name = outer.func.id  # type: ignore[attr-defined]
         if _calls(outer, asked - {name}):
             return (
-                f"it hands an answer to `{name}`, which the program would have to define, so the program decides; "
-                "define it in the test or in `setup`"
+                f"it hands an answer to `{name}`, which the program would define: define it in the test or in `setup`"
             )
     return None
 
@@ -222,25 +208,19 @@ def _translated(tests: tuple[str, ...], setup: str, entry_point: str) -> tuple[t
         modules = {n for n in missing & bases if n in sys.stdlib_module_names and not _calls(tree, {n})} - {entry_point}
         free.append(missing - modules)
         prepared.append((tree, used, modules))
-    if idle := [
-        n.name for tree, _, _ in prepared for n in tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
-    ]:
-        if not any(_runs(n) for tree, _, _ in prepared for n in tree.body):
-            raise ValueError(
-                f"a test only defines `{idle[0]}` and nothing runs it: name what it tests as `entry_point`"
-            )
+    body = [n for tree, _, _ in prepared for n in tree.body]
+    idle = [n.name for n in body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    if idle and not any(map(_runs, body)):
+        raise ValueError(f"a test only defines `{idle[0]}` and nothing runs it: name what it tests as `entry_point`")
     asked = {entry_point} if entry_point else set().union(*free)
     if wrong := set().union(*free) - asked:
-        raise ValueError(
-            f"a test uses `{min(wrong)}`, which neither it nor `setup` defines; only {entry_point!r} is the program's"
-        )
+        raise ValueError(f"a test uses `{min(wrong)}`, which nothing defines; only {entry_point!r} is the program's")
     if not asked:
         here = own - known - _LATE
         called = {c.func.id for tree, _, _ in prepared for c in _calls(tree, here)}  # type: ignore[attr-defined]
         if len(called) > 1:
             raise ValueError(
-                f"the tests call only functions of Python's own ({', '.join(sorted(called))}): name the program's as "
-                "`entry_point`"
+                f"the tests call only Python's own functions ({', '.join(sorted(called))}): name an `entry_point`"
             )
         asked = called
     questions = []

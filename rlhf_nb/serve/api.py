@@ -155,10 +155,8 @@ def create_app(site: Site, routers: Sequence[Callable[[Desk], Any]] = (), traffi
 
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=c.cors,
-            allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type"],
-        )
+            allow_origins=c.cors, allow_methods=["GET", "POST"], allow_headers=["authorization", "content-type"],
+        )  # fmt: skip
     if not site.batcher.thread.is_alive():
         site.batcher.start()
     return app
@@ -181,12 +179,8 @@ def _routes(app: Any, web: Any, desk: Desk) -> None:
             for m in desk.site.models.values()
         ]
         known += [{"id": n, "created": 0} for n in desk.config.split]
-        return json_of(
-            {
-                "object": "list",
-                "data": [{"object": "model", "owned_by": "rlhf_nb", "parent": None, **each} for each in known],
-            }
-        )
+        data = [{"object": "model", "owned_by": "rlhf_nb", "parent": None, **each} for each in known]
+        return json_of({"object": "list", "data": data})
 
     async def model(request: Any) -> Any:
         desk.intake.who(request)

@@ -29,7 +29,7 @@ from ..types import PromptBatch
 _T = TypeVar("_T")
 
 # %% auto #0
-__all__ = ['Answer', 'Exchange', 'Desk']
+__all__ = ['Answer', 'Exchange', 'rewards_of', 'Desk']
 
 # %% ../../nbs/serve/desk.ipynb #5e887006
 @dataclass(eq=False)
@@ -111,6 +111,23 @@ class Exchange:
             answer.ask.cancel()
 
 # %% ../../nbs/serve/desk.ipynb #5e887008
+def rewards_of(
+    model: Model, prompt: Sequence[int], given: Any, answers: list[list[int]], needed: bool = True
+) -> list[float]:
+    """What a model's reward says of answers to one prompt.
+
+    Args:
+        prompt: its tokens; given: as the client gave it.
+        answers: their tokens.
+        needed: an answer of which it says nothing is an error.
+    """
+    ids, lens, finished, _ = answers_to_tensors(answers, None, list(model.eos), 0, torch.device("cpu"))
+    batch = PromptBatch.from_lists([list(prompt)], prompts=[given])
+    with model.lock:
+        r = as_rollout(batch, len(answers), ids, lens, finished, None, model.tokenizer)
+    return [float(x) for x in model.rewards(r, needed=needed)[0]]
+
+
 class Desk:
     """Turns requests into answers.
 
@@ -159,12 +176,12 @@ class Desk:
             prompts = await self._encode(who, model, given, tools)
             self.gate.fine(who, sum(map(len, prompts)) - sum(guess))
             most = self._room(asked, model, max(map(len, prompts)))
+            id = f"{'chatcmpl' if isinstance(asked, ChatAsked) else 'cmpl'}-{secrets.token_hex(12)}"
+            exchange = Exchange(self, id, ticket, who, asked.user or "", given[0] if len(given) == 1 else given)
+            self._ask(exchange, asked, model, prompts, draws, most)
         except BaseException:
             ticket.back(ticket.left, answered=False)
             raise
-        id = f"{'chatcmpl' if isinstance(asked, ChatAsked) else 'cmpl'}-{secrets.token_hex(12)}"
-        exchange = Exchange(self, id, ticket, who, asked.user or "", given[0] if len(given) == 1 else given)
-        self._ask(exchange, asked, model, prompts, draws, most)
         if form is not None:
             for answer in exchange.answers:
                 later = lambda task, cost: self.site.batcher.do(task, who, cost)
@@ -257,17 +274,11 @@ class Desk:
 
     async def score(self, exchange: Exchange, answers: Sequence[Answer]) -> list[float]:
         """What a model's reward says of answers to one prompt; computed by the thread that owns the models."""
-        model, ask = answers[0].model, answers[0].ask
+        model, prompt, written = answers[0].model, answers[0].ask.ids, [[t.id for t in a.tokens] for a in answers]
 
         def work() -> list[float]:
             try:
-                ids, lens, finished, _ = answers_to_tensors(
-                    [[t.id for t in a.tokens] for a in answers], None, list(ask.eos), 0, torch.device("cpu")
-                )
-                batch = PromptBatch.from_lists([list(ask.ids)], prompts=[exchange.prompt])
-                with model.lock:
-                    r = as_rollout(batch, len(answers), ids, lens, finished, None, model.tokenizer)
-                return [float(x) for x in model.rewards(r)[0]]
+                return rewards_of(model, prompt, exchange.prompt, written)
             except Exception as e:
                 log.exception("a reward failed")
                 why = f"the reward that best_of chooses by failed ({type(e).__name__})."

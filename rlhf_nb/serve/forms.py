@@ -43,24 +43,24 @@ def write_in_form(
         ask.begun = ask.begun or time.monotonic()
         most = min(PART, ask.sampling.max_new_tokens - len(said))
         how = ask.sampling.model_copy(update={"max_new_tokens": most})
-        prompts = PromptBatch.from_lists([[*ask.ids, *said]]).to(model.net.get_input_embeddings().weight.device)
         seed = derive_seed(ask.seed, ask.sample, len(said))
         try:
+            prompts = PromptBatch.from_lists([[*ask.ids, *said]]).to(model.net.get_input_embeddings().weight.device)
             with model.lock, model.on():
                 r = mine.answer(
                     model.net, Request(prompts, how, model.tokenizer, seed, greedy=ask.greedy, eos=list(ask.eos))
                 )
+                new = r.completion_ids[0, : int(r.completion_lens[0])].tolist()
+                said.extend(new)
+                ended = said[-1] in ask.eos
+                text = str(model.tokenizer.decode(said[:-1] if ended else said))
         except Exception as e:
             own = isinstance(e, RlhfError)
             if not own:
                 log.exception("an answer in a form was broken off")
             why = str(e) if own else f"the server could not compute this answer ({type(e).__name__})."
             return ask.tell(AnswerPiece("", (), "error", why))
-        new = r.completion_ids[0, : int(r.completion_lens[0])].tolist()
-        said.extend(new)
-        ended = said[-1] in ask.eos
         finish = "stop" if ended else "length" if len(said) >= ask.sampling.max_new_tokens else None
-        text = str(model.tokenizer.decode(said[:-1] if ended else said))
         text = text if finish else text.rstrip("\ufffd")  # half of a letter waits for its other half
         piece, told = text[len(told) :], text
         ask.tell(AnswerPiece(piece, tuple(Token(i, 0.0, ()) for i in new), finish))

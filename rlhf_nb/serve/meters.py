@@ -42,15 +42,9 @@ class Meters:
             r.register(_Live(batcher))
 
     def ended(
-        self,
-        model: str,
-        finish: str,
-        prompt: int,
-        answer: int,
-        queue: float | None,
-        first: float | None,
+        self, model: str, finish: str, prompt: int, answer: int, queue: float | None, first: float | None,
         seconds: float,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """An answer ended.
 
         Args:

@@ -36,13 +36,9 @@ class Refused(Exception):
     """
 
     def __init__(
-        self,
-        status: int,
-        message: str,
-        kind: str = "invalid_request_error",
-        code: str | None = None,
+        self, status: int, message: str, kind: str = "invalid_request_error", code: str | None = None,
         headers: Mapping[str, str] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(message)
         self.status, self.message, self.kind, self.code, self.headers = status, message, kind, code, dict(headers or {})
 

@@ -15,16 +15,13 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from ..data.templates import encode_continuations
-from ..rollout.backends import answers_to_tensors
-from ..rollout.sampler import as_rollout
 from ..scoring.head import split_head
 from ..scoring.scores import logps
-from .desk import Desk
+from .desk import Desk, rewards_of
 from .door import gone, unless_gone
 from .protocol import MOST_PROMPTS, Refused, _Ids, _Said, _Text
 from .settings import package_of_serving
 from .site import Model
-from ..types import PromptBatch
 
 # %% auto #0
 __all__ = ['ScoreAsked', 'EmbeddingsAsked', 'log_probs', 'reward_of', 'embedding', 'reading_routes']
@@ -57,11 +54,8 @@ class EmbeddingsAsked(BaseModel):
     @property
     def texts(self) -> list[Any]:
         """Each text, as text or as tokens."""
-        given = (
-            self.input
-            if isinstance(self.input, list) and self.input and not isinstance(self.input[0], int)
-            else [self.input]
-        )
+        several = isinstance(self.input, list) and self.input and not isinstance(self.input[0], int)
+        given: list[Any] = self.input if several else [self.input]  # type: ignore[assignment]
         if not all(given):
             raise Refused(400, "an input is empty, so there is nothing to read.")
         return list(given)
@@ -92,11 +86,7 @@ def log_probs(model: Model, prompt: list[int], answer: list[int]) -> list[float]
 
 def reward_of(model: Model, prompt: Sequence[int], given: Any, answer: list[int]) -> float | None:
     """What the model's reward says of an answer; None: it has no opinion."""
-    ids, lens, finished, _ = answers_to_tensors([answer], None, list(model.eos), 0, torch.device("cpu"))
-    batch = PromptBatch.from_lists([list(prompt)], prompts=[given])
-    with model.lock:
-        r = as_rollout(batch, 1, ids, lens, finished, None, model.tokenizer)
-    score = float(model.rewards(r, needed=False)[0][0])
+    (score,) = rewards_of(model, prompt, given, [answer], needed=False)
     return None if model.rewards.stats.get("rewards/unscored") else score
 
 

@@ -86,6 +86,7 @@ def serve(config: ServeConfig) -> None:
     Raises:
         ConfigError, ModelError: why it can't begin.
     """
+    from rlhf_nb.feedback.traffic import TrafficLog
     from rlhf_nb.serve.api import create_app
     from rlhf_nb.serve.door import bind, make_server
     from rlhf_nb.serve.gate import read_keys
@@ -102,7 +103,8 @@ def serve(config: ServeConfig) -> None:
         site = load_site(
             config, {name: read_generation(ModelConfig(name_or_path=place)) for name, place in places.items()}
         )
-        app = create_app(site, _routers(config), _traffic(config))
+        log = None if config.traffic is None else TrafficLog(config.traffic, config.log_text)
+        app = create_app(site, _routers(config), log)
         desk = app.state.desk
         server = make_server(app, config, lambda: setattr(desk.gate, "draining", True))
         for name, engine in site.batcher.engines.items():
@@ -152,10 +154,3 @@ def memory_told(config: ServeConfig) -> str:
         "(settings cache, copies, max_context)."
     )
     return "\n".join(lines)
-
-
-def _traffic(config: ServeConfig) -> Any:
-    """The log of answers; None: there is none."""
-    from rlhf_nb.feedback.traffic import TrafficLog
-
-    return None if config.traffic is None else TrafficLog(config.traffic, config.log_text)

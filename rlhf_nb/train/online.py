@@ -39,7 +39,7 @@ from ..models.load import disable_dropout, using_adapter
 from ..rewards.base import RewardModelFn, Rewards, RolloutScorer, apply_eos_penalty
 from ..rollout.backends import OurSampler, Request, Sampler, make_sampler, needs_scoring, sampling_metrics
 from ..rollout.episodes import EnvironmentReward, EpisodeConfig, Kind, episode_metrics
-from ..rollout.sampler import earlier, eval_mode
+from ..rollout.sampler import earlier, eos_ids, eval_mode
 from ..rollout.service import Rollouts, RolloutsConfig, Scored, StepTicket, future_of, staleness
 from ..rollout.workers import Drawn, Workers
 from ..run.callbacks import BudgetStop, Callback
@@ -56,9 +56,9 @@ from ..types import PromptBatch, Rollout, along, host, within
 
 # %% auto #0
 __all__ = ['online_presets', 'KLBudget', 'KLPrice', 'OnlineConfig', 'rollout_metrics', 'rollout_samples', 'group_metrics',
-           'reward_metrics', 'shuffled', 'kl_controls', 'OnlineMethod', 'holds_model', 'check_lag', 'check_workers',
-           'check_draws', 'evaluate_held_out', 'warn_of_endless', 'load_reward', 'as_rewards', 'rewarded',
-           'OnlineTrainer']
+           'promises_kept', 'reward_metrics', 'shuffled', 'kl_controls', 'OnlineMethod', 'holds_model', 'check_lag',
+           'check_workers', 'check_draws', 'evaluate_held_out', 'warn_of_endless', 'load_reward', 'as_rewards',
+           'rewarded', 'OnlineTrainer']
 
 # %% ../../nbs/train/online.ipynb #628aa002
 def online_presets(folder: str, lr: float = 1e-3, **more: Any) -> dict[str, dict[str, Any]]:
@@ -227,6 +227,37 @@ def group_metrics(scores: Tensor, group: int) -> dict[str, float]:
         "reward": float(groups.mean()), "reward_std": float(spread.mean()), "frac_reward_zero_std": float(dead.mean()),
         "groups/all_best": float((dead * (groups.mean(1) >= groups.max())).mean()),
     }  # fmt: skip
+
+
+def promises_kept(r: Rollout, eos: Sequence[int]) -> dict[str, float]:
+    """What must hold whatever the reward is: ends of answers count, and equal answers are worth the same.
+
+    Args:
+        r: scored, on the CPU; answers of one turn.
+        eos: tokens that end an answer.
+
+    Returns:
+        `completions/ends_lost`, share of the finished answers whose last token is no EOS or doesn't count in the loss;
+        `groups/noise`, variance of the scores of equal answers to one prompt ÷ variance within prompts, at
+        most 1; what is known.
+    """
+    found, last = dict[str, float](), (r.completion_lens - 1).clamp_min(0)[:, None]
+    if r.finished.any():
+        kept = torch.isin(r.completion_ids.gather(1, last), torch.tensor(eos)) & r.completion_mask.gather(1, last)
+        found["completions/ends_lost"] = 1 - float(kept[r.finished].float().mean())
+    asked, scores = r.uid.tolist(), r.need("scores").double()
+    equal, within_prompts = _variance(scores, zip(asked, r.texts, r.finished.tolist())), _variance(scores, asked)
+    if within_prompts > 0 and equal >= 0:
+        found["groups/noise"] = min(1.0, equal / within_prompts)
+    return found
+
+
+def _variance(scores: Tensor, keys: Iterable[Any]) -> float:
+    """Variance of scores among rows of equal keys; NaN where no two are equal."""
+    seen: dict[Any, int] = {}
+    at = torch.tensor([seen.setdefault(key, len(seen)) for key in keys])
+    means = scores.new_zeros(len(seen)).index_add_(0, at, scores) / at.bincount()
+    return float((scores - means[at]).square().sum() / (len(at) - len(seen)))
 
 
 def reward_metrics(r: Rollout, rewards: Rewards, engine: Engine) -> dict[str, float]:
@@ -603,6 +634,8 @@ class OnlineMethod(TextMethod):
         found |= reward_metrics(r, self.rewards, self.engine) | (
             episode_metrics(r.columns["episode"]) if "episode" in r.columns else {}
         )
+        if self.episodes is None and self.config.decoder == _PLAIN:
+            found |= promises_kept(r, eos_ids(unwrapped(self.model), self.tokenizer))
         return found if r.values is not None else found | group_metrics(r.need("scores"), self.config.num_generations)
 
     @torch.no_grad()
