@@ -115,7 +115,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("_top_p_threshold", "the token that completes the nucleus is left out", "mass - (best - total).exp() < top_p", "mass < top_p"),
     ("Chooser._allowed", "the temperature multiplies", "logits / self.sampling.temperature", "logits * self.sampling.temperature"),
     ("Chooser.__call__", "log-probs after the filters", "return tokens, logps.gather", "return tokens, filter_logps(allowed, self.sampling).log_softmax(-1).gather"),
-    ("Chooser._without_eos", "EOS is allowed one token early", "view(-1, 1) < least", "view(-1, 1) < least - 1"),
+    ("Chooser._allowed", "EOS is allowed one token early", "view(-1, 1) < least", "view(-1, 1) < least - 1"),
     ("uniforms", "all samples of a prompt are the same", "key = _mix(key ^ sample.to(torch.int64))", "key = _mix(key)"),
     ("uniforms", "every step draws the same", "torch.tensor([seed, step]", "torch.tensor([seed, 0]"),
     ("earlier", "a prompt that occurs twice gets the same numbers", "seen[uid] += 1", "seen[uid] += 0"),

@@ -54,6 +54,8 @@ CASES: dict[str, str] = {
     "workers-ppo": "test_draw_workers:ppo",
     "workers-grpo": "test_draw_workers:grpo",
     "workers-raft": "test_draw_workers:raft",
+    "both-ppo": "test_rollout_bars:ppo",
+    "both-raft": "test_rollout_bars:raft",
     "episodes": "resume_harness:episodes",  # turns and rewards of an environment
 }
 

@@ -418,6 +418,75 @@ def test_an_untrusted_notebook_shows_the_picture(lab: Lab) -> None:
     assert lab.page.locator(".u-over").count() == 0
 
 
+DEBUGGER = """
+import random, torch
+from rlhf_nb import RewardModel
+from rlhf_nb.data import toy
+from rlhf_nb.widgets.debugger import RewardDebugger
+from rlhf_nb.widgets.labels import Pair
+torch.set_num_threads(1)
+rng, nasty = random.Random(0), "<img src=x onerror=hit=1>"
+asked = [r["prompt"] for r in toy.train_prompts(60, 1, kinds=["home", "food"])]
+told = [{"prompt": p, "chosen": toy.speak(p, "kind", rng) + nasty, "rejected": toy.speak(p, "rude", rng)} for p in asked]
+pool = [Pair(p, toy.speak(p, "plain", rng), toy.speak(p, "chatty", rng), ("plain", "chatty")) for p in asked[:30]]
+held = [{"prompt": p, "chosen": toy.speak(p, "plain", rng), "rejected": toy.speak(p, "chatty", rng)} for p in asked[30:]]
+tok = toy.build_tokenizer()
+answer = " Happy to help! Good question! Foxes live in the forest."
+row = {"prompt": asked[0], "asked": asked[0], "completion": answer, "tokens": tok(answer, add_special_tokens=False)["input_ids"]}
+judge = RewardModel.from_policy(toy.build_model(0, "tiny"), pooling="both", seed=0)
+RewardDebugger(row, judge, tok, told, pool, held)
+"""
+
+
+def test_a_click_on_a_token_says_why_it_is_paid_and_ten_labels_refit(lab: Lab) -> None:
+    """By mouse and by keyboard, without a key reaching the notebook; then ten pairs in the labeller, and accuracies."""
+    page = lab.page
+    lab.open(DEBUGGER)
+    lab.run(0)
+    page.wait_for_selector(".rt-token", timeout=60_000)
+    cells = page.locator(".jp-Notebook .jp-CodeCell").count()
+    word = page.locator(".rt-token", has_text="question")
+    assert word.evaluate("e => e.tagName") == "BUTTON" and "without" in str(word.get_attribute("title"))
+    word.click()
+    detail = page.locator(".rt-detail")
+    detail.get_by_text("Training pairs nearest in its features").wait_for(timeout=20_000)
+    assert detail.locator("td").nth(1).inner_text() == "6 of 13" and word.get_attribute("aria-pressed") == "true"
+    lost = float(detail.locator("td").nth(2).inner_text())
+    assert lost == pytest.approx(float(re.search(r"without ([-+.\d]+)", word.get_attribute("title"))[1]), abs=0.006)  # type: ignore[index]
+    assert detail.locator("table").count() == 3 and detail.locator("table").nth(2).locator("tr").count() == 6
+    for key, place in (("Enter", 7), (" ", 8)):  # the arrow goes to the next one, the key presses it
+        page.keyboard.press("ArrowRight")
+        page.keyboard.press(key)
+        page.wait_for_function(
+            f"() => document.querySelector('.rt-detail').innerText.includes('{place} of 13')", timeout=20_000
+        )
+        assert page.evaluate("document.activeElement.dataset.at") == str(place - 1), "the notebook took the key"
+    assert page.evaluate("document.activeElement.matches(':focus-visible')")
+    word.click()
+    detail.get_by_text("6 of 13").wait_for(timeout=20_000)
+    picture(page, "reward_debugger", lab.output(0))
+    page.get_by_role("button", name="label ten pairs like this").click()
+    page.wait_for_selector(".rl-side", timeout=30_000)
+    for done in range(10):
+        page.wait_for_function(f"n => {COUNT}.includes(`: ${{n}} of 10`)", arg=done, timeout=30_000)
+        page.wait_for_timeout(300)
+        page.keyboard.press("o")
+        page.wait_for_timeout(300)
+        page.keyboard.press("a")
+    page.wait_for_function(f"() => {COUNT}.includes(': 10 of 10')", timeout=30_000)
+    assert len([e for e in events(lab.folder / "labels.jsonl") if e["type"] == "label"]) == 10
+    before = page.locator(".rt-token").first.get_attribute("title")
+    page.get_by_role("button", name="refit the head").click()
+    page.get_by_text("and to 10 labels").wait_for(timeout=30_000)
+    shares = (
+        page.locator("tr", has_text=re.compile("before|refitted|labels")).locator("td:nth-child(2)").all_inner_texts()
+    )
+    assert len(shares) == 4 and all("(n=30)" in x for x in shares)
+    until(lambda: page.locator(".rt-token").first.get_attribute("title") != before, 20, "the new head's rewards")
+    assert page.locator(".jp-Notebook .jp-CodeCell").count() == cells and page.evaluate("window.hit || 0") == 0
+    assert page.locator(".rt-box img").count() == 0
+
+
 SAMPLES = """
 from rlhf_nb.data import toy
 from rlhf_nb.widgets.samples import Samples, Tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,10 +44,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path
 
     place = tmp_path_factory.mktemp("page")
     tokenizer = set_chat_template(toy.build_tokenizer())
-    toy.build_model(3, "tiny").save_pretrained(place / "toy")
-    tokenizer.save_pretrained(place / "toy")
+    for seed, name in ((3, "toy"), (4, "twin")):
+        toy.build_model(seed, "tiny").save_pretrained(place / name)
+        tokenizer.save_pretrained(place / name)
     settings: dict[str, Any] = {
-        "models": {"toy": str(place / "toy")}, "page": True, "feedback": str(place / "said.jsonl"), "default_tokens": 24, "max_context": 512,
+        "models": {name: str(place / name) for name in ("toy", "twin")}, "page": True, "feedback": str(place / "said.jsonl"), "default_tokens": 24, "max_context": 512,
     }  # fmt: skip
     running = Running(routers=_routers(ServeConfig(**settings)), **settings)
     lane = running.site.batcher.engines["toy"]
@@ -214,3 +216,37 @@ def test_a_talk_is_taken_back_kept_and_looked_into(browser: Any, served: tuple[s
     shown = page.locator(".said:not(.user)")
     assert shown.locator("strong, pre code, li").count() == 4 and shown.locator("img, a, script").count() == 0
     assert page.evaluate("window.hit || 0") == 0 and not visit.wrong, visit.wrong
+
+
+def test_two_models_answer_side_by_side(browser: Any, served: tuple[str, Path]) -> None:
+    """Both are asked the same, a line below names them, a choice names both versions, and the talk goes on with the winner."""
+    visit = Visit(browser, *served, "light")
+    page = visit.page
+    assert page.input_value("#model") == "toy"
+    page.get_by_label("beside").select_option("twin")
+    page.check("#consent")
+    visit.ask("Where do otters live?")
+    assert [a["model"] for a in visit.asked] == ["toy", "twin"] and visit.asked[0]["messages"] == visit.asked[1][
+        "messages"
+    ]
+    left, right = page.locator(".pair .said").all_inner_texts()
+    assert left != right
+    assert re.fullmatch(r".*toy: first after .*; twin: first after .*", page.locator(".tools").inner_text(), re.DOTALL)
+    line = visit.says(lambda: page.get_by_role("button", name="the right one is better").click())
+    assert (line["type"], line["verdict"]) == ("label", "second")
+    assert [line[k].strip() for k in ("first", "second")] == [left.strip(), right.strip()]
+    assert len(set(line["sources"])) == 2, "one version for two models"
+    boxes = [b.bounding_box() for b in page.locator(".pair .said").all()]
+    assert boxes[0]["y"] == boxes[1]["y"] and boxes[0]["x"] + boxes[0]["width"] <= boxes[1]["x"]
+    page.get_by_label("beside").select_option("")
+    visit.ask("Why?")
+    assert visit.asked[-1]["model"] == "toy" and visit.asked[-1]["messages"][1]["content"].strip() == right.strip()
+    page.get_by_label("beside").select_option("twin")
+    page.get_by_label("how likely").check()
+    visit.ask("And owls?")
+    assert page.locator(".pair").last.locator(".said:has(.token)").count() == 2
+    for width in (400, 560, 1000, 1440, 2560):
+        page.set_viewport_size({"width": width, "height": 800})
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert not visit.wrong, visit.wrong
+    page.close()

@@ -622,6 +622,22 @@ class Mute(Chat):
         return None
 
 
+class Fails(Chat):
+    def reset(self, row: dict[str, Any], seed: int) -> str | None:
+        raise OSError("no such game")
+
+
+class Three(Chat):
+    def reset(self, row: dict[str, Any], seed: int) -> str | None:
+        return 3  # type: ignore[return-value]
+
+
+class Late(Chat):
+    def reset(self, row: dict[str, Any], seed: int) -> str | None:
+        time.sleep(2)
+        return "a"
+
+
 class NoSeed:
     def reset(self, row: dict[str, Any]) -> None: ...
 
@@ -643,6 +659,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"environment": {"chat": Chat}, "rows": [{"prompt": "a", "environment": "chatt"}]}, "Did you mean 'chat'"),
     "none in a row": ({"environment": {"chat": Chat}, "rows": [{"prompt": "a"}]}, "asks for the environment None"),
     "no prompt": ({"environment": Mute, "rows": [{"answer": 1}]}, "nothing to answer"),
+    "a reset that fails": ({"environment": Fails, "rows": [{"answer": 1}]}, "gives none (OSError: no such game), so"),
+    "a reset that says a number": ({"environment": Three, "rows": [{"answer": 1}]}, "gives none (TypeError: 3 is neither text"),
+    "a late reset": ({"environment": Late, "rows": [{"answer": 1}], "episodes": {"call_seconds": 0.1}}, "'Late' gives none (TimeoutError: gave no answer within"),
+    "no prompt, and tools alone": ({"tools": [good], "environment": None, "reward": len, "rows": [{"answer": 1}]}, "has no prompt, and no environment gives one"),
+    "wrong arguments": ({"environment": None, "episodes": {"environment": "calculator", "options": {"digitz": 3}}}, "environment 'Calculator' can't be made (TypeError: "),
     "no room": ({"environment": Chat, "episodes": {"max_tokens": 2}}, "has room for 2"),
     "an object": ({"environment": Chat()}, "give the class"),
     "unknown name": ({"environment": None, "episodes": {"environment": "calculater"}}, "Did you mean 'calculator'"),
@@ -708,6 +729,42 @@ def test_an_environment_by_its_name_on_a_command_line(tmp_path: Path) -> None:
     assert "Did you mean 'toy'?" in " ".join(said.split())
     said = call("grpo", *words, "--overwrite", "episodes.environment=mine.py:Echo", code=1)
     assert "A module is named without the file's ending: 'mine'." in " ".join(said.split())
+
+
+@pytest.mark.parametrize("how", ["whole", "streamed", "held out"])
+def test_rows_of_a_file_need_no_prompt_where_reset_gives_one(how: str, tmp_path: Path) -> None:
+    """The first message is the environment's; a row that has a prompt keeps it, and its misspelt name is no row without."""
+    file, more = (
+        tmp_path / "rows.jsonl",
+        {"whole": [], "streamed": ["data.streaming=true"]}.get(how, ["data.eval_size=2"]),
+    )
+    rows: list[Any] = [{"animal": a} for a in ("owls", "bees", "frogs", "wolves")] + [
+        {"prompt": "Guess!", "animal": "owls"}
+    ]
+    file.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    words = [
+        "--toy", "steps=3", "mini_batch_size=4", "num_generations=2", "console=false", "device=cpu", f"data.path={file}",
+        f"output_dir={tmp_path / 'run'}", "samples_per_step=4", "sampling.max_new_tokens=4", *more,
+    ]  # fmt: skip
+    call("grpo", *words, "episodes.environment=twenty-questions")
+    said = [json.loads(x) for x in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    first = {x["prompt"] if isinstance(x["prompt"], str) else x["prompt"][0]["content"] for x in said}
+    assert len(said) >= 12 and "I think of an animal. Ask me what it is like, or guess." in first
+    assert first <= {"I think of an animal. Ask me what it is like, or guess.", "Guess!"}
+    if how == "whole":
+        found = " ".join(
+            call(
+                "doctor", "grpo", *words, "episodes.environment=twenty-questions", f"output_dir={tmp_path / 'b'}"
+            ).split()
+        )
+        assert "the columns are" not in found
+        for name, environment, sentence in (
+            ("promt", ["episodes.environment=twenty-questions"], "Did you mean 'prompt' by 'promt'?"),
+            ("animal", ["rewards=[{verify: number}]"], "row 0: the columns are animal, but one of the formats needs"),
+        ):
+            file.write_text(json.dumps({name: "owl"}) + "\n")
+            said_of = " ".join(call("grpo", *words, "--overwrite", *environment, code=1).split())
+            assert sentence in said_of, said_of
 
 
 @pytest.mark.slow

@@ -100,6 +100,7 @@ RUN: dict[str, str] = {  # a suggestion, and lines that hold it; of a fence, and
     "ask_least_sure(members, tokenizer)": COLLECT + "collector.ask_least_sure([RewardModel.from_policy(toy.build_model(k, 'tiny')) for k in (0, 1)], tokenizer)",
     'Samples("runs/ppo", tokenizer)': SAMPLES + "from rlhf_nb.widgets.samples import Samples\nos.rename('run', 'runs/ppo') if os.makedirs('runs') is None else None\n",
     "without_each(row, reward, tokenizer)": SAMPLES + "from rlhf_nb.widgets.samples import without_each\nassert len(without_each(rows[0], short, tokenizer)['without']) == len(rows[0]['tokens'])",
+    "RewardDebugger(row, model, tokenizer, pairs, pool, held_out)": SAMPLES + "from rlhf_nb.widgets.debugger import RewardDebugger\nrow, pairs, pool, held_out, model = rows[0], toy.preference_rows(16), [], [], RewardModel.from_policy(model)\nassert 'Training pairs' in RewardDebugger(row, model, tokenizer, pairs, pool, held_out).look(0)",
     "method_pulls(rows)": SAMPLES + "from rlhf_nb.widgets.samples import method_pulls\nassert {'grpo', 'rloo'} <= {*method_pulls(rows)[0]}",
     "Rewards(..., on_error='skip')": "Rewards([short, polite], on_error='skip')", "functools.partial(CLASS, ...)": "import functools\nfunctools.partial(dict, a=1)()",
     "recomputed_layers(model)": "from rlhf_nb.scoring.recompute import recomputed_layers\nwith recomputed_layers(model): model(torch.tensor([[1, 2]])).logits.sum().backward()",
@@ -109,7 +110,7 @@ RUN: dict[str, str] = {  # a suggestion, and lines that hold it; of a fence, and
     "list(...)": "list(iter(toy.sft_rows(2, 0)))", "read_rows(path)": "path = 'rows.jsonl'; open(path, 'w').write('{\"text\": \"Owls.\"}')\n",
     "make_pairs(prompts, policies)": "from rlhf_nb.widgets.collect import make_pairs\nprompts, policies = ['p'], {'a': ['x'], 'b': ['y']}\n",
     "from rlhf_nb import Dashboard": "", "Dashboard(X)": SFT + "from rlhf_nb import Dashboard\ntrainer.fit(); Dashboard('run')",
-    "rescore([sample], model, tokenizer)": GRPO + "from rlhf_nb.widgets.samples import read_samples, tokens_html, rescore\nGRPOTrainer(config, model, tokenizer, reward=short, rows=toy.train_prompts(8)).fit()\nsample = read_samples('run')[0]; assert tokens_html(rescore([sample], model, tokenizer)[0], by='entropy')",
+    "rescore([row], model, tokenizer)": GRPO + "from rlhf_nb.widgets.samples import read_samples, tokens_html, rescore\nGRPOTrainer(config, model, tokenizer, reward=short, rows=toy.train_prompts(8)).fit()\nsample = read_samples('run')[0]; assert tokens_html(rescore([sample], model, tokenizer)[0], by='entropy')",
 }  # fmt: skip
 ELSEWHERE = {  # what another file runs: its name, and the words that do
     'fork("runs/ppo", 40, kl_coef=0.05)': ("tests/test_fork.py", "fork("), 'rlhf_nb.push_to_hub("runs/grpo", "owner/name")': ("tests/test_hub_push.py", "push_to_hub(run"),

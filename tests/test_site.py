@@ -68,8 +68,8 @@ def test_papers_that_are_cited_have_their_line() -> None:
 def test_metrics_that_code_names_are_explained(pages: Path) -> None:
     text = (pages / "metrics.md").read_text(encoding="utf-8")
     panels = yaml.safe_load((ROOT / "rlhf_nb" / "widgets" / "panels.yaml").read_text(encoding="utf-8"))
-    shown = set(re.findall(r"\b(?:objective|policy|val|perf|completions|rewards)/\w+", str(panels)))
-    prefixes = "objective|policy|val|completions|pairs|sampling|logps|distill|steps|groups|perf"
+    shown = set(re.findall(r"\b(?:objective|policy|val|perf|completions|rewards|rollout)/\w+", str(panels)))
+    prefixes = "objective|policy|val|completions|pairs|sampling|logps|distill|steps|groups|perf|rollout"
     code = "\n".join(p.read_text(encoding="utf-8") for p in (ROOT / "rlhf_nb").rglob("*.py"))
     shown |= set(re.findall(rf'"((?:{prefixes})/[a-z0-9_]+)"', code)) - {"steps/step"}
     spelled = re.sub(

@@ -33,7 +33,7 @@ from rlhf_nb.run.log import EventLog, RunDir, read_metrics
 from rlhf_nb.widgets import reader as reader_module
 from rlhf_nb.widgets import report as report_module
 from rlhf_nb.widgets.board import serve_board
-from rlhf_nb.widgets.charts import Axes, Curve, Panel, line_chart, to_png
+from rlhf_nb.widgets.charts import Curve, Panel, line_chart, to_png
 from rlhf_nb.widgets.dashboard import Dashboard
 from rlhf_nb.widgets.imported import find_runs
 from rlhf_nb.widgets.kernel import front_end
@@ -283,14 +283,13 @@ def test_charts_survive_odd_data() -> None:
     ET.fromstring(line_chart())
 
 
-def test_axes_never_shrink_and_move_rarely() -> None:
-    axes, rng, seen = Axes(), np.random.default_rng(0), []
+def test_axes_move_rarely() -> None:
+    """Limits of a growing curve are round numbers, and so the same for many steps."""
+    seen, curve = [], np.cumsum(np.random.default_rng(0).normal(size=400))
     for n in range(2, 400):
-        t = np.arange(float(n))
-        line_chart(Panel("x", [Curve("x", t, np.cumsum(rng.normal(size=n)))]), axes=axes)
-        seen.append((axes.x, axes.y["x"]))
-    assert all(a[0][1] <= b[0][1] and a[1][1] <= b[1][1] and a[1][0] >= b[1][0] for a, b in zip(seen, seen[1:]))  # type: ignore[index]
-    assert len(set(seen)) < 40
+        text = line_chart(Panel("x", [Curve("x", np.arange(float(n)), curve[:n])]))
+        seen.append(tuple(re.findall(r">([-−\d.,k]+)</text>", text)))
+    assert len(set(seen)) < 60
 
 
 # ---------------------------------------------------------------------------------------------------------------------

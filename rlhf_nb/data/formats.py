@@ -602,7 +602,7 @@ def to_format(row: Row, to: str | None = None, where: str = "row", reading: Read
         to: None takes the format as it is found. A name of `COLUMNS` asks for that format, "sft" for a demonstration
             (text, messages, or
             prompt+completion; of a pair the chosen side) and "prompt" for the prompt of any format (a reference answer
-            beside it stays).
+            beside it stays); "episode" is the same, and leaves a row as it is that has none.
         where: how to call the row in an error.
         reading: what decides where the columns leave something open.
 
@@ -644,9 +644,13 @@ def _read(row: Row, to: str | None, where: str, reading: Reading) -> tuple[Row, 
         raise DataError(
             f"{where}, {seen}: the row has pictures or sound, not text. data.columns={{{seen}: null}} goes without."
         )
+    begins, to = to == "episode", "prompt" if to == "episode" else to
     allowed = SFT_FORMATS if to == "sft" else PROMPTED if to == "prompt" else tuple(COLUMNS) if to is None else (to,)
     there, given = set(_present(row)), row
-    shape = recognise(row, to, _native(there, allowed), where, reading)
+    native = _native(there, allowed)
+    shape = recognise(row, to, native, where, reading)
+    if begins and not (shape or native or any(_guess(c, ("prompt", "messages"))[1] for c in there)):
+        return {c: row[c] for c in there}, None
     if shape is not None:
         row = read_as(shape, row, to, where, reading)
     elif reading.shape is not None:

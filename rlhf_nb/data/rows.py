@@ -89,7 +89,7 @@ def in_kind(rows: Iterable[Row], kind: RowKind, reading: Reading = PLAIN) -> Ite
 
     Args:
         rows: in any format of `data.formats`, or shape of `data.shapes`.
-        kind: "sft", "preference", "unpaired" or "prompt".
+        kind: "sft", "preference", "unpaired", "prompt", or "episode": a prompt, if there is one.
         reading: what decides where the columns leave something open.
     """
     it = iter(rows)
@@ -149,7 +149,7 @@ def load_rows(data: DataConfig, kind: RowKind, seed: int = 0) -> tuple[list[Row]
 
     Args:
         data: where rows come from; duplicates are dropped unless `dedup` is off.
-        kind: "sft" (demonstrations), "preference", "unpaired" or "prompt".
+        kind: "sft" (demonstrations), "preference", "unpaired", "prompt", or "episode": a prompt, if there is one.
         seed: of the generators of worlds that are made here, and of draws among worse answers.
 
     Returns:

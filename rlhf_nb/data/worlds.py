@@ -13,7 +13,7 @@ from . import legs, sums, toy
 from .convert import to_unpaired
 
 Row = dict[str, Any]
-RowKind = Literal["sft", "preference", "unpaired", "prompt", "stepwise"]
+RowKind = Literal["sft", "preference", "unpaired", "prompt", "episode", "stepwise"]
 
 # %% auto #0
 __all__ = ['Row', 'RowKind', 'HELD_OUT', 'ROW_COUNTS', 'WORLDS', 'FIRST_WORLD', 'World', 'names', 'world_of', 'model_world',
@@ -174,7 +174,7 @@ def made_rows(name: str | None, kind: RowKind, seed: int) -> tuple[list[Row], li
     Raises:
         DataError: the world has no rows of this kind.
     """
-    world = world_of(name)
+    world, kind = world_of(name), "prompt" if kind == "episode" else kind
     if world is not None and kind not in world.kinds:
         raise DataError(
             f"data.path is {name}, and its answers have no steps that could be judged: "

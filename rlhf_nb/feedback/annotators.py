@@ -94,11 +94,6 @@ class VoteEstimate(NamedTuple):
     belief: dict[str, float]  # by item: probability that its first answer is better, or the thumb should be up
 
 
-def _logit(p: np.ndarray) -> np.ndarray:
-    """Log-odds."""
-    return np.asarray(np.log(p / (1 - p)))
-
-
 def dawid_skene(
     votes: Sequence[Vote],
     margins: Mapping[str, float] | None = None,
@@ -124,7 +119,7 @@ def dawid_skene(
     n, (a, b) = np.bincount(who, minlength=len(users)), prior
     right, belief = np.full(len(users), a / (a + b)), np.full(len(items), 0.5)
     for _ in range(steps):
-        odds = known + np.bincount(what, side * _logit(right)[who], minlength=len(items))
+        odds = known + np.bincount(what, side * np.log(right / (1 - right))[who], minlength=len(items))
         belief = 1 / (1 + np.exp(-np.clip(odds, -50, 50)))
         agrees = np.where(side > 0, belief[what], 1 - belief[what])
         new = (a + np.bincount(who, agrees, minlength=len(users))) / (a + b + n)
@@ -267,13 +262,9 @@ class Aggregate:
 
 
 def aggregate(
-    said: Sequence[Feedback],
-    most: int | None = None,
-    robust: bool = True,
-    model: bool = True,
-    level: float = 0.05,
+    said: Sequence[Feedback], most: int | None = None, robust: bool = True, model: bool = True, level: float = 0.05,
     rounds: int = 4,
-) -> Aggregate:
+) -> Aggregate:  # fmt: skip
     """Feedback as rows to train on: each item's winner by votes, weighed by how reliable users are; outliers left out.
 
     Args:
@@ -336,13 +327,8 @@ def _rows(
             undecided += len(mine)
             continue
         won, ids = sum((v.side > 0) == (odds > 0) for v in mine), [v.id for v in mine]
-        row = {
-            "prompt": x.prompt,
-            "votes": won,
-            "against": len(mine) - won,
-            "confidence": round(1 / (1 + math.exp(-abs(odds))), 4),
-            "feedback": ids,
-        }
+        row = {"prompt": x.prompt, "votes": won, "against": len(mine) - won, "feedback": ids}
+        row["confidence"] = round(1 / (1 + math.exp(-abs(odds))), 4)
         if x.kind == "choice":
             both = sorted(zip(x.answers, x.versions), reverse=odds < 0)
             pairs.append({**row, "chosen": both[0][0], "rejected": both[1][0], "sources": [both[0][1], both[1][1]]})

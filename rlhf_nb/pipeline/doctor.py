@@ -672,7 +672,8 @@ def examine(config: Any, start: StageStart | None = None) -> list[Finding]:
     with _found(out, "there is no model to start from"):
         start = start or load_start(config.model)
     with _found(out, "there is nothing to learn from"):
-        rows = some_rows(config.data, method.rows, config.seed)
+        kind = method.reads(config)
+        rows = [r for r in some_rows(config.data, kind, config.seed) if "prompt" in r or kind != "episode"]
     if start is not None:
         said = [row[k] for row in rows[:20] for k in ("prompt", "messages", "chosen") if row.get(k) is not None]
         out += check_special_tokens(start.tokenizer, any(not isinstance(x, str) for x in said))

@@ -113,9 +113,6 @@ class ReasoningGym:
                 return Step(reward=float(self.puzzles.score_answer(answer, self.puzzles[0])), done=True)
         return Step(metrics={"refused": 1.0}, done=True)
 
-    def close(self) -> None:
-        """Nothing to do."""
-
 
 class Verifiers:
     """A taskset of verifiers (0.4) whose tasks need neither tools nor a container: the seed draws a task, or the row's
@@ -212,6 +209,3 @@ class TextArena:
                 return Step(reward=float((self.env.close()[0] or {}).get(0, 0.0)), done=True)
             before, self.told = self.told, str(self.env.get_observation()[1])
         return Step(self.told.removeprefix(before).strip() or "Go on.")
-
-    def close(self) -> None:
-        """Nothing to do."""

@@ -74,16 +74,13 @@ def _top_p_threshold(logps: Tensor, top_p: float) -> Tensor:
     those do not hold top_p."""
     total = logps.logsumexp(-1, keepdim=True)
     vocab = logps.shape[-1]
-    for k in (
-        (min(64, vocab), vocab) if logps.device.type == "cpu" else (vocab,)
-    ):  # a captured graph cannot look at a result
+    few = min(64, vocab) if logps.device.type == "cpu" else vocab  # a captured graph cannot look at a result
+    for k in (few, vocab):
         best = logps.topk(k, dim=-1).values if k < vocab else logps.sort(dim=-1, descending=True).values
         mass = running_sum((best - total).exp())
         if k == vocab or bool((mass[:, -1] >= top_p).all()):
             break
-    inside = (
-        mass - (best - total).exp() < top_p
-    )  # the mass before a token is what decides; the likeliest is always inside
+    inside = mass - (best - total).exp() < top_p  # the mass before a token decides: the likeliest is inside
     return best.gather(-1, inside.sum(-1, keepdim=True).clamp_(min=1) - 1)
 
 
@@ -154,18 +151,13 @@ class Chooser:
         "Log-probs at the temperature, and the same without an EOS that comes too early."
         logits = logits if logits.dtype == torch.float64 else logits.float()
         warm = logits / self.sampling.temperature if self.sampling.temperature != 1.0 else logits
-        logps = torch.log_softmax(warm, -1)
-        return logps, self._without_eos(logps, position)
-
-    def _without_eos(self, logps: Tensor, position: int | Tensor) -> Tensor:
-        "EOS is forbidden before the minimum length."
-        least = self.sampling.min_new_tokens
+        logps, least = torch.log_softmax(warm, -1), self.sampling.min_new_tokens
         if least == 0 or not len(self.eos):
-            return logps
+            return logps, logps
         early = sent(torch.as_tensor(position), logps.device).view(-1, 1) < least
         if early.device.type == "cpu" and not bool(early.any()):  # a captured graph cannot look at a result
-            return logps
-        return torch.where(early, logps.index_fill(-1, self.eos, -torch.inf), logps)
+            return logps, logps
+        return logps, torch.where(early, logps.index_fill(-1, self.eos, -torch.inf), logps)
 
     def ended(self, tokens: Tensor) -> Tensor:
         "Which tokens are an EOS: bool, same shape."

@@ -89,9 +89,6 @@ class Calculator:
         """1 for the right number; a turn that calls nothing is the last."""
         return Step(reward=float(last_number_is(turn.text, self.answer)), done=True)
 
-    def close(self) -> None:
-        """Nothing to do."""
-
 
 class PythonShell(Calculator):
     """As `Calculator`, with programs that run in a sandbox.
@@ -172,9 +169,6 @@ class TwentyQuestions:
             return Step(what, done=turn.number >= 20)
         return Step("Yes." if all(mine.fact(k) == v for k, v in asked) else "No.", done=turn.number >= 20)
 
-    def close(self) -> None:
-        """Nothing to do."""
-
 
 class ToyTalk:
     """A visitor of the toy world who asks several questions.
@@ -196,9 +190,6 @@ class ToyTalk:
         """What the answer is worth, and the next question."""
         last, reward = turn.number >= self.questions, toy.gold_reward([self.asked[turn.number - 1]], [turn.text])[0]
         return Step(None if last else _words(self.asked[turn.number]), reward, last)
-
-    def close(self) -> None:
-        """Nothing to do."""
 
 
 def _words(prompt: str) -> str:

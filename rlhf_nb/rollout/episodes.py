@@ -5,14 +5,10 @@ from __future__ import annotations
 
 import copy
 import inspect
-import itertools
 import logging
 import math
-import queue
-import time
 import warnings
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol, cast
@@ -29,7 +25,7 @@ from ..data.templates import Reply, encode_prompts, encode_replies, set_chat_tem
 from ..fast.support import unwrapped
 from .backends import Request, Sampler
 from .sampler import addresses, earlier, pad_id
-from .tools import Call, Tools, begin, call_form, parse_calls
+from .tools import Call, Tools, Waits, begin, call_form, parse_calls
 from ..types import Completions, PromptBatch, Rollout
 from ..untrusted import mend
 
@@ -76,7 +72,7 @@ class Environment(Protocol):
         """Answer to a turn."""
 
     def close(self) -> None:
-        """End; called once, whatever happened."""
+        """End; called once, whatever happened. It may be left out."""
 
 
 class EpisodeConfig(StrictConfig):
@@ -100,11 +96,6 @@ class EpisodeConfig(StrictConfig):
     credit: Literal["episode", "turns"] = option(
         "episode", "where rewards stand: their sum at the end of the episode, or each at its turn"
     )
-
-    @property
-    def on(self) -> bool:
-        """Whether there is anything to play with."""
-        return self.environment is not None or bool(self.tools)
 
 # %% ../../nbs/rollout/episodes.ipynb #7e200008
 def _takes(f: Any) -> list[inspect.Parameter]:
@@ -152,7 +143,7 @@ def environment_kind(make: Callable[[], Any] | None, tools: Iterable[Callable[..
     Raises:
         ConfigError: it can't be made, has no `reset`, or offers nothing to do; or a tool can't be described.
     """
-    name, made, ours = name or str(getattr(make, "__name__", make)), None, False
+    name, made, ours = name or str(getattr(getattr(make, "func", make), "__name__", make)), None, False
     if make is not None:
         if not callable(make):
             raise ConfigError(f"environment {name!r} is an object, but each episode needs its own: give the class.")
@@ -160,8 +151,8 @@ def environment_kind(make: Callable[[], Any] | None, tools: Iterable[Callable[..
             made = make()
         except Exception as e:
             raise ConfigError(
-                f"environment {name!r} can't be made without arguments ({type(e).__name__}: {e}): give a function that "
-                "makes one, such as functools.partial(CLASS, ...)."
+                f"environment {name!r} can't be made ({type(e).__name__}: {e}): its arguments are episodes.options, or "
+                "in Python those of functools.partial(CLASS, ...)."
             ) from e
         if not callable(getattr(made, "reset", None)):
             raise ConfigError(
@@ -217,15 +208,15 @@ class _Seat:
     def __init__(self, kind: Kind, seconds: float) -> None:
         self.kind, self.seconds, self.failures = kind, seconds, 0
         self.made: Any = None
-        self.tools = Tools(kind.functions, kind.schemas[len(kind.schemas) - len(kind.functions) :])
 
     def open(self, row: Row, seed: int) -> Any:
         """Make it, and begin."""
         kind = self.kind
+        self.made = kind.make and kind.make()
+        own = [] if kind.make is None else _functions(self.made, kind.ours)
+        self.tools = Tools([*own, *kind.functions], kind.schemas)
         if kind.make is None:
             return None
-        self.made = kind.make()
-        self.tools = Tools([*_functions(self.made, kind.ours), *kind.functions], kind.schemas)
         if kind.ours:
             return self.made.reset(copy.deepcopy(row), seed)
         given, takes = copy.deepcopy(row), _takes(self.made.reset)
@@ -271,48 +262,6 @@ def _call_id(i: int) -> str:
     """The id of a turn's call: nine letters and digits, as some templates want it."""
     return f"call{i:05d}"
 
-# %% ../../nbs/rollout/episodes.ipynb #7e20000c
-_PAUSE = 0.004  # seconds without an arrival after which those that are there are drawn
-
-
-class _Waits:
-    """Calls that are under way."""
-
-    def __init__(self) -> None:
-        self.arrived_at: queue.SimpleQueue[tuple[int, Future[Any], float]] = queue.SimpleQueue()
-        self.open: dict[int, tuple[Any, float, float]] = {}  # by number: for what, since when, until when
-        self.numbers = itertools.count()
-
-    def begin(self, what: Any, call: Callable[[], Any], seconds: float) -> None:
-        """Start a call for something."""
-        number, now = next(self.numbers), time.monotonic()
-        self.open[number] = (what, now, now + seconds)
-        future = begin(call, seconds)
-        future.add_done_callback(lambda f: self.arrived_at.put((number, f, time.monotonic())))
-
-    def arrived(self) -> list[tuple[Any, Any, float]]:
-        """For what, the answer or the exception it ended in, and the seconds it took: at least one, and all that come
-        without a pause. A late one is a TimeoutError, and what it brings later is ignored."""
-        found: list[tuple[Any, Any, float]] = []
-        while self.open:
-            until = min(u for _, _, u in self.open.values())
-            try:
-                left = max(0.0, until - time.monotonic())
-                number, future, at = self.arrived_at.get(timeout=_PAUSE if found else left + 1e-3)
-            except queue.Empty:
-                now = time.monotonic()
-                for n in [n for n, (_, _, u) in self.open.items() if u <= now]:
-                    what, begun, _ = self.open.pop(n)
-                    found.append((what, TimeoutError(f"gave no answer within {now - begun:.3g} s"), now - begun))
-                if found:
-                    return found
-                continue
-            if number in self.open:
-                what, begun, _ = self.open.pop(number)
-                failed = future.exception()  # which may count as false
-                found.append((what, future.result() if failed is None else failed, at - begun))
-        return found
-
 # %% ../../nbs/rollout/episodes.ipynb #7e20000f
 @dataclass
 class _Episode:
@@ -327,12 +276,11 @@ class _Episode:
     prompt: list[int]
     messages: list[Message]  # all that was said
     ids: list[int] = field(default_factory=list)  # of the completion: drawn and observed
-    drawn: list[bool] = field(default_factory=list)
+    spans: list[list[int]] = field(default_factory=list)  # of its turns: first token, and behind the last
     logps: list[float] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)  # of its turns
     asked: tuple[list[Call], str | None] = ([], None)  # of the last turn: its calls, and what is wrong with them
     made: int = 0  # calls so far
-    ends: list[int] = field(default_factory=list)  # last token of each turn
     rewards: list[float] = field(default_factory=list)  # of each turn
     metrics: dict[str, float] = field(default_factory=dict)
     waited: float = 0.0
@@ -340,12 +288,10 @@ class _Episode:
 
     def about(self) -> dict[str, Any]:
         """What is known of it afterwards."""
-        runs = ((k, [i for i, _ in g]) for k, g in itertools.groupby(enumerate(self.drawn), key=lambda x: x[1]))
-        spans = [[at[0], at[-1] + 1] for drawn, at in runs if drawn]
         return {
             "turns": len(self.texts), "calls": self.made, "tool_failures": self.seat.failures, "stop": self.stop,
             "wait_tools_s": self.waited, "rewards": self.rewards, "metrics": self.metrics, "messages": self.messages,
-            "drawn": spans,
+            "drawn": self.spans,
         }  # fmt: skip
 
 
@@ -463,23 +409,26 @@ class Episodes(Sampler):
 
     def _try_reset(self, kind: Kind, row: Row) -> None:
         """See whether `reset` gives a prompt to a row without one."""
-        seat, limit = _Seat(kind, self.config.call_seconds), self.config.call_seconds
+        seat, limit, waits = _Seat(kind, self.config.call_seconds), self.config.call_seconds, Waits()
+        waits.begin(kind, partial(seat.open, {k: v for k, v in row.items() if k != "prompt"}, 0), limit)
+        [(_, said, _)] = waits.arrived()
         try:
-            said = begin(partial(seat.open, {k: v for k, v in row.items() if k != "prompt"}, 0), limit).result(limit)
-            _said(said, False)
-        except Exception as e:
-            raise DataError(f"environment {kind.name!r} doesn't begin: reset raised {type(e).__name__}: {e}.") from e
-        if not said:
+            why: Any = said if isinstance(said, BaseException) else None if _said(said or None, False) else "nothing"
+        except TypeError as e:
+            why = e
+        if why is not None:
+            why = f"{type(why).__name__}: {why}" if isinstance(why, BaseException) else "it says nothing"
+            none = f"reset of environment {kind.name!r} gives none ({why})" if kind.make else "no environment gives one"
             raise DataError(
-                f"a row has no prompt, and reset of environment {kind.name!r} says nothing either, so there is nothing "
-                "to answer: give rows a column prompt, or let reset return one."
+                f"a row has no prompt, and {none}, so there is nothing to answer: give rows a column prompt, or let "
+                "reset return one."
             )
         if callable(close := getattr(seat.made, "close", None)):
             begin(close, limit)
 
     def answer(self, model: nn.Module, request: Request) -> Rollout:
         """See `Sampler`; a rollout with the columns `episode`, `environments` and, by turns, `step_rewards`."""
-        episodes, waits, request = self._enter(request), _Waits(), replace(request, kept={})
+        episodes, waits, request = self._enter(request), Waits(), replace(request, kept={})
         seeds = earlier(request.prompts).tolist()
         for e in episodes:
             seed = derive_seed(request.seed, "environment", request.step, e.uid, seeds[e.row])
@@ -491,7 +440,7 @@ class Episodes(Sampler):
             self._ask_last(episodes, "close")
         return self._rollout(episodes, request)
 
-    def _play(self, model: nn.Module, request: Request, waits: _Waits) -> None:
+    def _play(self, model: nn.Module, request: Request, waits: Waits) -> None:
         """Take turns until each episode is over."""
         while waits.open:
             ready = list[_Episode]()
@@ -529,7 +478,7 @@ class Episodes(Sampler):
 
     def _room(self, e: _Episode, sampling: SamplingConfig) -> int:
         """How many tokens the next turn may have."""
-        return min(self._left(e), sampling.max_new_tokens - sum(e.drawn))
+        return min(self._left(e), sampling.max_new_tokens - sum(b - a for a, b in e.spans))
 
     def _fail(self, e: _Episode, why: BaseException, what: str = "answer") -> None:
         """An environment failed: the episode is over, and the first time a warning says so."""
@@ -548,7 +497,6 @@ class Episodes(Sampler):
         new = list[_Episode]()
         for e, said in heard:
             ready.append(e)
-            told = list[Message]()
             try:
                 failed = isinstance(said, BaseException)
                 told = [] if failed else _said(said or None, bool(e.seat.kind.schemas))
@@ -608,20 +556,18 @@ class Episodes(Sampler):
             if len(ids) >= self._left(e):
                 e.stop = "tokens"
                 continue
-            e.ids, e.drawn = e.ids + ids, e.drawn + [False] * len(ids)
-            e.logps += [0.0] * len(ids)
+            e.ids, e.logps = e.ids + ids, e.logps + [0.0] * len(ids)
             ready.append(e)
 
     def _draw(self, model: nn.Module, request: Request, ready: list[_Episode]) -> None:
         """The next turn of some episodes, in one batch, or in two where the longest row and the longest turn together
         pass the window."""
-        rooms = [self._room(e, request.sampling) for e in ready]
-        most = max(rooms)
+        most = max(self._room(e, request.sampling) for e in ready)
         long = [e for e in ready if len(e.prompt) + len(e.ids) + most > self.window]
         if long:
             self._draw(model, request, long)
             ready = [e for e in ready if e not in long]
-            rooms = [self._room(e, request.sampling) for e in ready]
+        rooms = [self._room(e, request.sampling) for e in ready]
         rows = [e.prompt + e.ids for e in ready]
         batch = PromptBatch.from_lists(rows, [e.messages for e in ready], pad_id=pad_id(self.tokenizer))
         batch.uid = torch.tensor([e.uid for e in ready])
@@ -634,10 +580,9 @@ class Episodes(Sampler):
         drawn = zip(ready, rooms, r.completion_ids.tolist(), r.completion_lens.tolist(), r.finished.tolist())
         for i, (e, room, ids, n, finished) in enumerate(drawn):
             n, finished = min(n, room), finished and n <= room
-            e.ids, e.drawn = e.ids + ids[:n], e.drawn + [True] * n
+            e.spans.append([len(e.ids), len(e.ids) + n])
+            e.ids, e.rewards = e.ids + ids[:n], [*e.rewards, 0.0]
             e.logps += [math.nan] * n if logps is None else logps[i][:n]
-            e.ends.append(len(e.ids) - 1)
-            e.rewards.append(0.0)
             e.texts.append(self.tokenizer.decode(ids[:n], skip_special_tokens=True))
             text = self.tokenizer.decode(ids[:n], skip_special_tokens=False)
             e.asked = parse_calls(text.removesuffix(self.tokenizer.eos_token or ""), self.form)
@@ -650,7 +595,7 @@ class Episodes(Sampler):
 
     def _ask_last(self, episodes: list[_Episode], name: str) -> None:
         """The last method of all environments at the same time: `get_reward` of objects as TRL's, or `close`."""
-        waits = _Waits()
+        waits = Waits()
         for e in episodes:
             if callable(f := getattr(e.seat.made, name, None)):
                 left = max(1.0, self.config.max_seconds - e.waited)
@@ -670,7 +615,7 @@ class Episodes(Sampler):
     def _rollout(self, episodes: list[_Episode], request: Request) -> Rollout:
         """Episodes as rows: of each the prompt, and all that came behind it."""
         pad, device, asked = pad_id(self.tokenizer), request.prompts.prompt_ids.device, request.prompts
-        masks = [[int(d) for d in e.drawn] for e in episodes]
+        masks = [[int(any(a <= i < b for a, b in e.spans)) for i in range(len(e.ids))] for e in episodes]
         c = Completions.from_lists([e.prompt for e in episodes], [e.ids for e in episodes], pad, masks)
         known, width = not any(math.isnan(x) for e in episodes for x in e.logps), c.completion_ids.shape[1]
 
@@ -686,7 +631,7 @@ class Episodes(Sampler):
             rollout_logps=placed(e.logps for e in episodes) if known else None,
         )  # fmt: skip
         if self.config.credit == "turns":
-            at = [dict(zip(e.ends, e.rewards)) for e in episodes]
+            at = [{b - 1: x for (_, b), x in zip(e.spans, e.rewards)} for e in episodes]
             r.step_rewards = placed([x.get(i, 0.0) for i in range(width)] for x in at)
             r.step_ends = placed([float(i in x) for i in range(width)] for x in at) > 0
         return r.to(device)

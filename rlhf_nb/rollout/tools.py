@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 import json
+import queue
 import re
 import threading
 import time
@@ -13,14 +15,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MappingView, Sequence, Set
 from concurrent.futures import Future
 from functools import partial
-from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 from ..core import ConfigError, did_you_mean
 from ..untrusted import json_value, mend
 
 # %% auto #0
-__all__ = ['CallForm', 'Call', 'tool_schema', 'call_form', 'parse_calls', 'begin', 'Result', 'Tools']
+__all__ = ['CallForm', 'Call', 'tool_schema', 'call_form', 'parse_calls', 'begin', 'Result', 'Tools', 'Waits']
 
 # %% ../../nbs/rollout/tools.ipynb #7e100007
 class Call(NamedTuple):
@@ -175,7 +176,7 @@ _SEVERAL: Any = (Iterator, Set, MappingView, range, deque)
 
 def _plain(value: Any) -> Any:
     """What JSON doesn't know as what it does: sets, and what comes one by one, as a list, the rest as its words."""
-    return list(islice(value, _MOST_ITEMS)) if isinstance(value, _SEVERAL) else str(value)
+    return list(itertools.islice(value, _MOST_ITEMS)) if isinstance(value, _SEVERAL) else str(value)
 
 
 def _as_text(value: Any) -> str:
@@ -243,3 +244,45 @@ class Tools:
             late = isinstance(e, TimeoutError) and time.monotonic() >= until
             why = f"gave no answer within {seconds:g} s" if late else f"raised {type(e).__name__}: {str(e)[:200]}"
             return Result(f"Error: {call.name} {why}", True)
+
+# %% ../../nbs/rollout/tools.ipynb #7e20000c
+_PAUSE = 0.004  # seconds without an arrival after which those that are there are drawn
+
+
+class Waits:
+    """Calls that are under way."""
+
+    def __init__(self) -> None:
+        self.arrived_at: queue.SimpleQueue[tuple[int, Future[Any], float]] = queue.SimpleQueue()
+        self.open: dict[int, tuple[Any, float, float]] = {}  # by number: for what, since when, until when
+        self.numbers = itertools.count()
+
+    def begin(self, what: Any, call: Callable[[], Any], seconds: float) -> None:
+        """Start a call for something."""
+        number, now = next(self.numbers), time.monotonic()
+        self.open[number] = (what, now, now + seconds)
+        future = begin(call, seconds)
+        future.add_done_callback(lambda f: self.arrived_at.put((number, f, time.monotonic())))
+
+    def arrived(self) -> list[tuple[Any, Any, float]]:
+        """For what, the answer or the exception it ended in, and the seconds it took: at least one, and all that come
+        without a pause. A late one is a TimeoutError, and what it brings later is ignored."""
+        found: list[tuple[Any, Any, float]] = []
+        while self.open:
+            until = min(u for _, _, u in self.open.values())
+            try:
+                left = max(0.0, until - time.monotonic())
+                number, future, at = self.arrived_at.get(timeout=_PAUSE if found else left + 1e-3)
+            except queue.Empty:
+                now = time.monotonic()
+                for n in [n for n, (_, _, u) in self.open.items() if u <= now]:
+                    what, begun, _ = self.open.pop(n)
+                    found.append((what, TimeoutError(f"gave no answer within {now - begun:.3g} s"), now - begun))
+                if found:
+                    return found
+                continue
+            if number in self.open:
+                what, begun, _ = self.open.pop(number)
+                failed = future.exception()  # which may count as false
+                found.append((what, future.result() if failed is None else failed, at - begun))
+        return found

@@ -403,7 +403,8 @@ def _saved(folder: Path) -> list[int]:
 def health_of(reader: Any) -> list[Light]:
     """All lights of what a reader of a run directory has read (`widgets.reader.RunReader`)."""
     keys = set(reader.keys)
-    config = dict(reader.config) | {k: v for k, v in reader.settings.items() if k == "kl_target"}
+    target = reader.controls.get("kl_target", {}).get("value")
+    config = dict(reader.config) | ({} if target is None else {"kl_target": target})
     config["checkpoints"] = _saved(reader.path)
     return health({k: reader.means(k) for k in _NEEDED if k in keys}, config)
 

@@ -63,6 +63,7 @@ class BaseMethod(ABC):
     costs: Costs | None = None  # of a token, counted by the trainer
     gathers: bool = False  # whether `collect` brings the rows of all ranks together
     group: int = 1  # rows that are made of one row of the source: answers to a prompt; batch sizes count these
+    draws: str = ""  # by whom its answers are drawn; a run that goes on stays with them
     asks_outside: bool = False  # whether `collect` asks what may fail for reasons of its own: reward functions, judges
     module: nn.Module
     engine: Engine

@@ -61,6 +61,7 @@ def run_state(run: Any) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         del tensors["method"], tensors["source"]  # the same everywhere: rank 0 writes them
     meta = {
         "step": run.step, "updates": run.updates, "bad_in_a_row": run.bad_in_a_row, "name": run.method.name,
+        "draws": run.method.draws,
         "engine": engine_meta, "method": method, "source": source, "world_size": engine.world_size,
         "control": engine.gather_object(run.control.state_dict())[0], "best": run.saves.best,
         "observers": run.observers.state_dict(), "config": plain_json(run.config.to_dict()),
@@ -77,13 +78,18 @@ def restore(run: Any, tensors: Mapping[str, Any], meta: dict[str, Any]) -> int:
     """The opposite of `run_state`; returns how many requests had been served.
 
     Raises:
-        CheckpointError: it was written by another method, or belongs to another model.
+        CheckpointError: it was written by another method or with another engine, or belongs to another model.
     """
     engine = run.engine
     if meta["name"] not in (run.method.name, *run.method.formerly):
         raise CheckpointError(
             f"the checkpoint was written by the method {meta['name']!r}, not {run.method.name!r}: resume it with the "
             "same method, or choose another output_dir"
+        )
+    if (drew := meta.get("draws", run.method.draws)) != run.method.draws:
+        raise CheckpointError(
+            f"the run's answers were drawn by {drew}, and now {run.method.draws} would draw them, which gives others: "
+            "resume with the same engine, or begin a run in another output_dir from this one's weights"
         )
     load_engine_state(engine, tensors, meta["engine"])
     control = meta.get("control", {"values": {}, "lr_scale": 1.0, "served": 0})

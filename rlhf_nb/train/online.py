@@ -346,13 +346,14 @@ class OnlineMethod(TextMethod):
         self._collected: dict[str, float] = {}
         self._samples: list[dict[str, Any]] = []
         self._warned = False
+        self.draws = "transformers" if config.sampling.sampler == "continuous" else "ours"
         if (vllm := config.rollouts.vllm) is not None:
             from rlhf_nb.rollout.vllm import Vllm
 
             self.besides = Vllm(vllm, config.rollouts.vllm_options).instead_of(self.sampler, model)
-        ray = config.rollouts.ray
-        self.ahead = self.rollouts if config.rollouts.lag or config.rollouts.workers or vllm or ray else None
-        self.temperature, self._taken = config.sampling.temperature, math.nan
+            self.draws = Vllm.name
+        self.ahead = self.rollouts if config.rollouts.lag or config.rollouts.workers or vllm else None
+        self.temperature, self._taken, self._older = config.sampling.temperature, math.nan, 0.0
 
     @abstractmethod
     def advantages(self, r: Rollout) -> Rollout:
@@ -427,8 +428,10 @@ class OnlineMethod(TextMethod):
         cfg = self.config
         again = needs_scoring(r, cfg.old_logps, self.sampler, self.engine.precision.compute_dtype)
         stale = self.ticket is not None and self.ticket.version < self.ticket.number
-        again |= stale and cfg.old_logps == "auto" and not self.imitates  # the clip bounds this step, weights the rest
-        r.old_logps, r.values = self.old_logps_and_values(r, again)
+        older = stale and cfg.old_logps == "auto" and not (again or self.imitates)  # the clip bounds this step only
+        begun = time.monotonic()
+        r.old_logps, r.values = self.old_logps_and_values(r, again or older)
+        self._older = older * (time.monotonic() - begun)
         if self.reference is not None:
             temperature, budget = cfg.sampling.temperature, cfg.token_budget
             r.ref_logps = self.reference.logps(r, temperature=temperature, token_budget=budget)
@@ -440,12 +443,8 @@ class OnlineMethod(TextMethod):
         now = any(holds_model(fn) for fn in self.rewards.fns)  # it computes with what the updates compute with
         how = self.config.rollouts
         parts = lambda: (self.model, self.besides or self.sampler, self.tokenizer, self.adapter)
-        count, place = how.workers or int(bool(how.vllm or how.ray)), None
-        if how.ray is not None:
-            from rlhf_nb.rollout.ray import OnRay
-
-            place = OnRay(how.ray, count)
-        workers = Workers(count, how.lag + 2, parts, place) if count else None
+        count = how.workers or int(how.vllm is not None)
+        workers = Workers(count, how.lag + 2, parts) if count else None
         return Rollouts(self.ask, 0 if now else how.at_once or how.lag + 1, workers)
 
     def load_ahead(self, told: list[dict[str, Any]]) -> None:
@@ -556,12 +555,17 @@ class OnlineMethod(TextMethod):
             said = self.rollouts.said(self.ticket)
         self.rewards.stats, self.rewards.steps = said.stats, said.steps
         now, before = time.monotonic(), self._taken
-        lag = self.config.rollouts.lag
-        if lag and said.seconds < 0.05 * (now - before) and self.ticket.number == lag + 1:
+        lag, hides = (
+            self.config.rollouts.lag,
+            self.rollouts.workers is not None or said.seconds >= 0.05 * (now - before),
+        )
+        if lag and not hides and self.ticket.number == lag + 1:
+            slower = (
+                f"{self._older:.2g} s a step faster, which scoring older answers takes" if self._older else "as fast"
+            )
             warnings.warn(
-                f"rollouts.lag is {lag}, but the rewards of a step took {said.seconds:.2g} s of "
-                f"its {now - before:.2g} s, so there is little to hide, and answers are learnt from that are older: "
-                "lag=0 is as fast.",
+                f"rollouts.lag is {lag}, but the rewards of a step took {said.seconds:.2g} s of its {now - before:.2g} "
+                f"s, so there is little to hide, and answers are learnt from that are older: lag=0 is {slower}.",
                 stacklevel=5,
             )
         self._taken = now
@@ -717,7 +721,7 @@ def check_lag(method: OnlineMethod) -> None:
     if method.draws_besides:
         raise ConfigError(f"rollouts.lag is {lag}, but {method.draws_besides}: set rollouts.lag=0.")
     name = next((n for n, fn in zip(method.rewards.names, fns) if holds_model(fn)), None)
-    if name is not None or all(isinstance(fn, RolloutScorer) for fn in fns):
+    if method.rollouts.workers is None and (name or all(isinstance(fn, RolloutScorer) for fn in fns)):
         what = f"the reward {name!r} is computed by" if name else "no reward is asked for outside of"
         warnings.warn(
             f"rollouts.lag is {lag}, but {what} this process, so there is no waiting to hide: nothing is gained, and "
@@ -727,7 +731,7 @@ def check_lag(method: OnlineMethod) -> None:
 
 
 def check_workers(method: OnlineMethod) -> None:
-    """See whether what `rollouts` names can draw for a method.
+    """See whether `rollouts.workers` or `rollouts.vllm` can draw for a method.
 
     Args:
         method: attached to its engine.
@@ -735,22 +739,18 @@ def check_workers(method: OnlineMethod) -> None:
     Raises:
         ConfigError: answers that they don't draw, or something that can't be sent.
     """
-    cfg, engine, how = method.config, method.engine, method.config.rollouts
-    key = next((k for k in ("vllm", "ray", "workers") if getattr(how, k)), None)
-    if key is None:
-        return
+    cfg, engine, vllm = method.config, method.engine, method.config.rollouts.vllm
     wrong = {
-        f"the policy is on {engine.device}, and they compute on CPUs": engine.device.type != "cpu" and key != "vllm",
-        "actors of Ray have no GPU for it: vLLM draws in a process of this machine": bool(key == "vllm" and how.ray),
+        f"the policy is on {engine.device}, and they compute on CPUs": engine.device.type != "cpu" and not vllm,
         "each process that learns holds only a part of the weights": getattr(engine.strategy, "cuts_weights", False),
         "sampling.sampler=continuous has threads of its own": cfg.sampling.sampler == "continuous",
         "decoder draws in more ways than one": cfg.decoder != _PLAIN, method.draws_besides: bool(method.draws_besides),
     }  # fmt: skip
     why = next((k for k, on in wrong.items() if on), None)
-    if why:
-        off = "0" if key == "workers" else "null"
-        raise ConfigError(f"rollouts.{key} is {getattr(how, key)}, but {why}: set rollouts.{key}={off}.")
-    if method.rollouts.workers is not None:
+    if why and (vllm or cfg.rollouts.workers):
+        key, off = ("vllm", "null") if vllm else ("workers", "0")
+        raise ConfigError(f"rollouts.{key} is {vllm or cfg.rollouts.workers}, but {why}: set rollouts.{key}={off}.")
+    if (vllm or cfg.rollouts.workers) and method.rollouts.workers is not None:
         method.rollouts.workers.pack()
 
 
@@ -944,6 +944,8 @@ class OnlineTrainer(TextTrainer[_O]):
         replies = environment is not None or tools is not None or config.episodes != EpisodeConfig()
         kinds = with_environment(config.episodes, environment, tools) if replies else None
         pays = kinds is not None and any(kind.pays for kind in kinds.values())
+        opens = any(kind.make for kind in (kinds or {}).values())
+        self.kind = "episode" if opens else "prompt"  # type: ignore[misc, assignment]
         if reward is None and (config.reward is not None or config.rewards or not pays):
             reward, gold = load_reward(config)
             watch = gold if watch is None else watch

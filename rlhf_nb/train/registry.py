@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 
 from ..config import StrictConfig
 from ..core import ConfigError, did_you_mean
+from ..data.worlds import RowKind
 
 Held = Literal["policy", "critic", "critic adapter", "reference", "reward model", "reward adapter"]
 _Trainer = TypeVar("_Trainer", bound=Callable[..., Any])
@@ -28,7 +29,7 @@ class MethodInfo:
     name: str  # also of its stage in a pipeline, and of its folder there
     config: type[StrictConfig]
     trainer: Callable[..., Any]  # of a config: does the work that a config describes
-    rows: Literal["sft", "preference", "unpaired", "prompt", "stepwise"]  # the format it reads
+    rows: RowKind  # the format it reads
     about: str = ""  # one line of help
     online: bool = False  # samples answers and asks a reward
     leaves: Literal["policy", "reward", "process", "pairs"] = (
@@ -47,6 +48,10 @@ class MethodInfo:
             config: of the run; None: the config's defaults.
         """
         return self.holds(config or self.config()) if callable(self.holds) else self.holds
+
+    def reads(self, config: StrictConfig) -> RowKind:
+        """The format of a run's rows: an environment may say what they don't ask."""
+        return "episode" if getattr(getattr(config, "episodes", None), "environment", None) else self.rows
 
 # %% ../../nbs/train/registry.ipynb #83d556e1
 _METHODS: dict[str, MethodInfo] = {}

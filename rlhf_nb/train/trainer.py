@@ -198,7 +198,7 @@ class TextTrainer(Trainer, _OfConfig[_T]):
             each = [method.tokenize(part) for part, _ in given.parts]
             sources = [MemorySource(part, seed) for part, seed in zip(each, seeds_of(config))]
         held = method.tokenize(given.held, warn=False) if given.held else []
-        if not given.streamed and self.kind != "prompt":  # a sampler looks at prompts itself
+        if not given.streamed and self.kind not in ("prompt", "episode"):  # a sampler looks at prompts itself
             check_window(model, max((kept_length(row) for row in chain(*each, held)), default=0))
         source: Any = sources[0] if len(sources) == 1 else MixSource(
             sources, weights_of(config.data), names_of(config.data), config.seed

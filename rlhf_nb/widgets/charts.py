@@ -18,7 +18,7 @@ Floats = npt.NDArray[np.float64]
 
 # %% auto #0
 __all__ = ['Floats', 'PALETTE', 'DASHES', 'color_of', 'smooth', 'coarse', 'thin', 'Curve', 'Band', 'Mark', 'Panel', 'nice_step',
-           'Axes', 'ticks', 'tick_text', 'line_chart', 'to_png']
+           'ticks', 'tick_text', 'line_chart', 'to_png']
 
 # %% ../../nbs/widgets/charts.ipynb #ed442d8e
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -79,7 +79,7 @@ class Curve:
         color: number in the palette, or a CSS colour.
         smoothed: steps and values drawn boldly; the curve itself is then drawn faintly behind.
         error: half width of a band around the bold curve, of the same length.
-        kind: "line", "dash" (told apart by more than colour), "dots" or "bars".
+        kind: "line", "dash" (told apart by more than colour) or "dots".
         key: the metric's name.
     """
 
@@ -136,44 +136,11 @@ def nice_step(span: float, parts: int = 4) -> float:
     power = 10.0 ** math.floor(math.log10(raw))
     return next(m * power for m in (1, 2, 5, 10) if m * power >= raw * (1 - 1e-9))
 
-
-@dataclass
-class Axes:
-    """Limits of the panels of one view, remembered between refreshes."""
-
-    x: tuple[float, float] | None = None
-    y: dict[str, tuple[float, float]] = field(default_factory=dict)
-
-    def limits_x(self, low: float, high: float) -> tuple[float, float]:
-        """Limits that hold the data and those before, growing by a quarter or more."""
-        if self.x is not None:
-            low, high = min(low, self.x[0]), high + 0.25 * (high - low) if high > self.x[1] else self.x[1]
-        if self.x is None or low < self.x[0] or high > self.x[1]:
-            step = nice_step(max(high - low, 1.0), 5)
-            self.x = (math.floor(low / step) * step, math.ceil(high / step + 1e-9) * step)
-        return self.x
-
-    def limits_y(self, name: str, low: float, high: float) -> tuple[float, float]:
-        """Limits of a panel's values that hold the data, widening rarely and then by a quarter."""
-        before = self.y.get(name)
-        if before is not None:
-            if before[0] <= low and high <= before[1]:
-                return before
-            room = 0.25 * (max(high, before[1]) - min(low, before[0]))  # so that the next step is far away
-            low = before[0] if low >= before[0] else low - room
-            high = before[1] if high <= before[1] else high + room
-        if high - low < 1e-9 * max(1.0, abs(high)):
-            room = 0.5 * max(abs(high), 1e-9) if high else 0.5
-            low, high = low - room, high + room
-        step = nice_step(high - low)
-        self.y[name] = (math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step)
-        return self.y[name]
-
 # %% ../../nbs/widgets/charts.ipynb #5a320496
 def _span(panel: Panel) -> tuple[float, float]:
     """Lowest and highest value that a panel's axis must hold; in powers of ten on a logarithmic one."""
     found: list[float] = [x for x in (panel.low, panel.high) if x is not None]
-    found += [0.0 for line in panel.lines if line.kind == "bars"]
+
     for line in panel.lines:
         bold = line.smoothed[1] if line.smoothed is not None else line.values
         bold = bold[np.isfinite(bold) & ((bold > 0) | (not panel.log))]
@@ -197,9 +164,16 @@ def _span(panel: Panel) -> tuple[float, float]:
     return low, high
 
 
-def _limits(panel: Panel, axes: Axes) -> tuple[float, float]:
-    """Ends of a panel's vertical axis: its own, or those that hold its curves."""
-    return panel.limits or axes.limits_y(panel.title, *_span(panel))
+def _limits(panel: Panel) -> tuple[float, float]:
+    """Ends of a panel's vertical axis: its own, or round numbers around its curves."""
+    if panel.limits:
+        return panel.limits
+    low, high = _span(panel)
+    if high - low < 1e-9 * max(1.0, abs(high)):
+        room = 0.5 * max(abs(high), 1e-9) if high else 0.5
+        low, high = low - room, high + room
+    step = nice_step(high - low)
+    return math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
 
 
 def ticks(low: float, high: float, log: bool = False, parts: int = 4) -> list[tuple[float, str]]:
@@ -268,16 +242,11 @@ def _draw_line(plot: _Plot, line: Curve, most: int, dash: str = "") -> str:
     return "".join(parts) + f'<path d="{d}" {style} stroke-width="1.6"{dashes}/>'
 
 
-def _draw_shapes(plot: _Plot, line: Curve, number: int, of: int) -> str:
-    """Dots, or the `number`-th of `of` groups of bars."""
+def _draw_dots(plot: _Plot, line: Curve) -> str:
+    """A curve as dots."""
     color, good = escape(color_of(line.color)), np.isfinite(line.values)
     xs, ys = plot.px(line.steps[good]).tolist(), plot.py(line.values[good]).tolist()
-    if line.kind == "dots":
-        return "".join(f'<circle cx="{x:.0f}" cy="{y:.0f}" r="16" fill="{color}"/>' for x, y in zip(xs, ys))
-    width, zero = float(plot.px(1.0) - plot.px(0.0)) * 0.8 / of, float(plot.py(0.0))
-    box, at = f'width="{width * 0.92:.0f}" fill="{color}" opacity=".85"', (number - of / 2) * width
-    tops = ((x + at, min(y, zero), abs(y - zero)) for x, y in zip(xs, ys))
-    return "".join(f'<rect x="{x:.0f}" y="{y:.0f}" height="{h:.0f}" {box}/>' for x, y, h in tops)
+    return "".join(f'<circle cx="{x:.0f}" cy="{y:.0f}" r="16" fill="{color}"/>' for x, y in zip(xs, ys))
 
 # %% ../../nbs/widgets/charts.ipynb #f0ca3f56
 def _frame(panel: Panel, plot: _Plot, width: int, height: int) -> str:
@@ -321,18 +290,13 @@ def _content(panel: Panel, plot: _Plot) -> str:
         line = f'<path d="M{x:.0f} 0v{plot.h}" stroke="{color}" stroke-width="4" stroke-dasharray="4 8" opacity=".6"/>'
         tip = f'<path d="M{x - 16:.0f} 0h32l-16 24z" fill="{color}" opacity=".8"/>'
         out.append(f"<g>{line}{tip}<title>{escape(mark.text)}</title></g>")
-    most, bars = plot.w // _UNIT, _bars(panel)
+    most = plot.w // _UNIT
     for i, one in enumerate(panel.lines):
-        if one.kind in ("dots", "bars"):
-            out.append(_draw_shapes(plot, one, bars.get(id(one), 0), len(bars)))
+        if one.kind == "dots":
+            out.append(_draw_dots(plot, one))
         else:
             out.append(_draw_line(plot, one, most, DASHES[min(i // len(PALETTE), 2)]))
     return "".join(out)
-
-
-def _bars(panel: Panel) -> dict[int, int]:
-    """The number of each curve that is drawn as bars, by its id."""
-    return {id(line): i for i, line in enumerate(x for x in panel.lines if x.kind == "bars")}
 
 # %% ../../nbs/widgets/charts.ipynb #50862793
 def line_chart(
@@ -340,7 +304,7 @@ def line_chart(
     columns: int = 3,
     width: int = 310,
     height: int = 165,
-    axes: Axes | None = None,
+    x: tuple[float, float] | None = None,
     label: str = "curves",
 ) -> str:
     """Panels as one SVG text.
@@ -349,18 +313,20 @@ def line_chart(
         panels: what to draw; they share the horizontal axis.
         columns: panels side by side.
         width, height: of one panel, in pixels at full size.
-        axes: limits remembered from the last drawing; pass the same object again for axes that keep still.
+        x: ends of the horizontal axis; None: round numbers around the curves.
         label: said by screen readers.
     """
-    axes = axes if axes is not None else Axes()
     columns = max(1, min(columns, len(panels)))
-    wide = 0.5 if any(map(_bars, panels)) else 0.0
-    lines = [x for p in panels for x in p.lines if len(x.steps)]
-    ends = [(float(x.steps.min()) - wide, float(x.steps.max()) + wide) for x in lines]
-    x = axes.limits_x(min((e[0] for e in ends), default=0.0), max((e[1] for e in ends), default=1.0))
+    if x is None:
+        ends = [(float(c.steps.min()), float(c.steps.max())) for p in panels for c in p.lines if len(c.steps)] or [
+            (0, 1)
+        ]
+        low, high = min(e[0] for e in ends), max(e[1] for e in ends)
+        step = nice_step(max(high - low, 1.0), 5)
+        x = (math.floor(low / step) * step, math.ceil(high / step + 1e-9) * step)
     parts = []
     for i, panel in enumerate(panels):
-        plot = _Plot(x, _limits(panel, axes), panel.log, width, height)
+        plot = _Plot(x, _limits(panel), panel.log, width, height)
         place = f"translate({i % columns * width},{i // columns * height})"
         box = (
             f'x="{_LEFT}" y="{_TOP}" width="{plot.w // _UNIT}" height="{plot.h // _UNIT}" viewBox="0 0 '
@@ -402,7 +368,7 @@ def to_png(*panels: Panel, columns: int = 3, width: float = 3.1, height: float =
 
 def _draw_still(panel: Panel, axis: Any) -> None:
     """Draw one panel with matplotlib, as `line_chart` draws it."""
-    (low, high), bars = _limits(panel, Axes()), _bars(panel)
+    low, high = _limits(panel)
     for band in panel.bands:
         axis.axhspan(max(band.low, -1e300), min(band.high, 1e300), color=color_of(band.color), alpha=0.12, lw=0)
     for mark in panel.marks:
@@ -414,11 +380,7 @@ def _draw_still(panel: Panel, axis: Any) -> None:
         if line.error is not None:
             error = np.nan_to_num(line.error)
             axis.fill_between(bold[0], bold[1] - error, bold[1] + error, color=color, alpha=0.18, lw=0)
-        if line.kind == "bars":
-            width = 0.8 / len(bars)
-            at = line.steps + (bars[id(line)] + 0.5 - len(bars) / 2) * width
-            axis.bar(at, line.values, width * 0.92, color=color, alpha=0.85, label=line.label)
-            continue
+
         style = {"line": "-", "dash": "--", "dots": "none"}[line.kind]
         point = "o" if line.kind == "dots" else "." if len(bold[0]) == 1 else ""
         axis.plot(*bold, color=color, lw=1.4, ls=style, marker=point, label=line.label)

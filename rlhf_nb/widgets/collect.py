@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import threading
 import time
@@ -17,7 +18,7 @@ from torch import Tensor
 from ..core import ConfigError, DataError, RunError, check_choice, derive_seed, printable
 from ..data.formats import prompt_text, to_rows
 from ..data.readers import read_rows
-from ..data.sources import collate_preferences, tokenize_preferences
+from ..data.sources import collate_completions, tokenize_sft
 from ..evaluate.policy import wilson_interval
 from ..rollout.sampler import eval_mode
 from ..untrusted import Unreadable, json_value
@@ -27,11 +28,11 @@ from rlhf_nb.widgets.labels import (
     LABEL_FORMATS, AnnotatorAgreement, Answers, Label, LabelStore, Pair, annotator_agreement, export_preferences,
     label_rows, make_pairs, tally, to_preferences,
 )  # fmt: skip
-from .touch import inert_json, page_file
+from .touch import inert_json, page_code
 
 # %% auto #0
-__all__ = ['KEYS', 'REASONS', 'LabelQueue', 'unsureness', 'least_sure', 'pair_margins', 'pair_html', 'summary_rows',
-           'PreferenceCollector', 'labelling_code', 'read_pairs', 'LabelDesk']
+__all__ = ['KEYS', 'REASONS', 'LabelQueue', 'unsureness', 'least_sure', 'text_scores', 'pair_margins', 'pair_html',
+           'summary_rows', 'PreferenceCollector', 'read_pairs', 'LabelDesk']
 
 # %% ../../nbs/widgets/collect.ipynb #cb12e9da
 KEYS = {"a": "A", "b": "B", "t": "tie", "x": "both bad", "s": "skip", "u": "undo", "o": "open"}
@@ -258,49 +259,53 @@ def least_sure(margins: Tensor, n: int | None = None, how: str = "auto") -> list
 
 # %% ../../nbs/widgets/collect.ipynb #0c353175
 @torch.no_grad()
+def text_scores(judge: Any, prompts: Sequence[Any], texts: Sequence[str], tokenizer: Any = None) -> Tensor:
+    """What a judge pays for answers, float64[N]; NaN where a reward model is given an answer without a word.
+
+    Args:
+        judge: a reward model, or a function `f(prompts, completions) -> scores`.
+        prompts: N texts or message lists.
+        texts: N answers.
+        tokenizer: needed by reward models.
+
+    Raises:
+        ConfigError: a reward model without a tokenizer.
+    """
+    if not hasattr(judge, "calibrate_bias"):
+        return torch.as_tensor(judge(prompts, texts), dtype=torch.float64)
+    if tokenizer is None:
+        raise ConfigError("a reward model reads tokens: pass tokenizer=..., that of its run.")
+    said = [[{"role": "assistant", "content": t}] if isinstance(p, list) else t for p, t in zip(prompts, texts)]
+    rows = [{"prompt": p, "completion": c} for p, c, t in zip(prompts, said, texts) if t.strip()]
+    tokens = collate_completions(tokenize_sft(rows, tokenizer, warn=False), tokenizer.pad_token_id) if rows else None
+    scores = torch.full((len(texts),), math.nan, dtype=torch.float64)
+    if tokens is not None:
+        with eval_mode(judge):
+            scores[[bool(t.strip()) for t in texts]] = judge.score(tokens.to(judge.device)).double().cpu()
+    return scores
+
+
 def pair_margins(pairs: Sequence[Pair], judges: Any, tokenizer: Any = None, batch_size: int = 256) -> Tensor:
     """By how much each judge prefers the first answer of each pair.
 
     Args:
         pairs: N pairs.
-        judges: one or several: reward models, or functions `f(prompts, completions) -> scores`.
+        judges: one or several, see `text_scores`.
         tokenizer: needed by reward models.
         batch_size: pairs scored at once.
 
     Returns:
         [K, N], score of `first` minus score of `second`.
-
-    Raises:
-        ConfigError: a reward model without a tokenizer.
     """
-    rows = []
-    for judge in judges if isinstance(judges, (list, tuple)) else [judges]:
-        parts = []
-        for start in range(0, len(pairs), batch_size):
-            some = pairs[start : start + batch_size]
-            if hasattr(judge, "calibrate_bias"):  # a reward model reads tokens
-                parts.append(_model_margins(judge, some, tokenizer))
-            else:
-                asked = [p.prompt for p in some]
-                both = (judge(asked, [p.first for p in some]), judge(asked, [p.second for p in some]))
-                first, second = (torch.as_tensor(scores, dtype=torch.float64) for scores in both)
-                parts.append(first - second)
-        rows.append(torch.cat([p.double().cpu() for p in parts]))
-    return torch.stack(rows)
 
+    def margins(judge: Any, some: Sequence[Pair]) -> Tensor:
+        asked, both = [p.prompt for p in some], [(p.first, p.second) for p in some]
+        first, second = (text_scores(judge, asked, [p[k] for p in both], tokenizer) for k in (0, 1))
+        return first - second
 
-def _model_margins(model: Any, pairs: Sequence[Pair], tokenizer: Any) -> Tensor:
-    """Margins of a reward model, [N]."""
-    if tokenizer is None:
-        raise ConfigError("a reward model reads tokens: pass tokenizer=... to pair_margins.")
-    texts = ({"prompt": p.prompt, "chosen": p.first, "rejected": p.second} for p in pairs)
-    rows = tokenize_preferences(texts, tokenizer, warn=False)
-    if len(rows) != len(pairs):
-        raise DataError(f"{len(pairs) - len(rows)} pairs have an empty answer or two equal ones: leave them out.")
-    tokens = collate_preferences(rows, tokenizer.pad_token_id).completions(tokenizer.pad_token_id)
-    with eval_mode(model):
-        scores: Tensor = model.score(tokens.to(model.device))
-    return scores[0::2] - scores[1::2]
+    many = judges if isinstance(judges, (list, tuple)) else [judges]
+    starts = range(0, len(pairs), batch_size)
+    return torch.stack([torch.cat([margins(judge, pairs[k : k + batch_size]) for k in starts]) for judge in many])
 
 # %% ../../nbs/widgets/collect.ipynb #fa3ffc67
 def pair_html(queue: LabelQueue) -> str:
@@ -437,9 +442,10 @@ class PreferenceCollector:
             return count
 
     def refresh(self) -> None:
-        """Tell the page, if there is one."""
+        """Tell the page, if there is one; each time anew, since it waits for an answer to each key."""
         if self._parts:
-            self._parts["told"].value = f'<pre hidden data-for="{self._place}">{inert_json(self.queue.told())}</pre>'
+            place = f'data-for="{self._place}" data-at="{time.monotonic_ns()}"'
+            self._parts["told"].value = f"<pre hidden {place}>{inert_json(self.queue.told())}</pre>"
 
     @property
     def widget(self) -> Any:
@@ -492,17 +498,12 @@ class PreferenceCollector:
 
         handle = None
         if attended():
-            place = {"text/html": f'<div class="rl-label" id="{self._place}"></div>{labelling_code()}'}
+            code = page_code("label.css", "prose.js", "label.js")
+            place = {"text/html": f'<div class="rl-label" id="{self._place}"></div>{code}'}
             handle = display(place | {"text/plain": ""}, raw=True, display_id=True)
         self._handles = [x for x in (show_live(lambda: self.widget, self.static_html(), repr(self)), handle) if x]
 
 # %% ../../nbs/widgets/collect.ipynb #ef873553
-def labelling_code() -> str:
-    """Style and script of the labeller as HTML."""
-    script = page_file("prose.js") + page_file("label.js")
-    return f'<style>{page_file("label.css")}</style><script type="module">{script}</script>'
-
-
 def read_pairs(path: str | Path) -> list[Pair]:
     """Pairs in a file: rows with two different answers to a prompt, in any shape that preferences have.
 

@@ -17,7 +17,7 @@ from ..core import RunError, printable
 from ..errors import RlhfError
 from ..run.callbacks import Callback, RunView
 from ..run.control import start_fork
-from ..strict import dotted, parse_overrides
+from ..strict import dotted, parse_overrides, table_of
 from .html import escape
 from .kernel import Pump, front_end, in_notebook
 from .panels import LAYOUT, control_text, group_panels, still, words_html
@@ -30,18 +30,6 @@ __all__ = ['SHARE', 'EVERY', 'Dashboard']
 # %% ../../nbs/widgets/dashboard.ipynb #7cb06806
 _SLIDERS = ("kl_coef", "kl_target", "lr", "temperature")
 _LOGARITHMIC = ("kl_coef", "lr")
-_BUTTONS = (
-    ("pause", "Pause", "stand still at the end of this step"),
-    ("resume", "Resume", "go on"),
-    ("save", "Save now", "write a checkpoint"),
-    ("evaluate", "Evaluate", "measure on held-out prompts"),
-    ("stop", "Stop", "end after this step, with a checkpoint"),
-    (
-        "fork",
-        "Fork here",
-        "begin another future with the changed settings beside this; without any: say the command for it",
-    ),
-)
 
 
 class _Knobs:
@@ -55,7 +43,7 @@ class _Knobs:
         self.changes = w.Text(placeholder="kl_coef=0.2", layout=w.Layout(width="130px"))
         self.changes.tooltip = "what a fork changes: settings that are numbers"
         self.buttons = []
-        for request, text, hint in _BUTTONS:
+        for request, text, hint in table_of("widgets/panels.yaml")["buttons"]:
             style = "warning" if request == "stop" else ""
             button = w.Button(description=text, tooltip=hint, button_style=style, layout=w.Layout(width="auto"))
             key = (lambda: self.changes.value or None) if request == "fork" else (lambda: None)
@@ -133,21 +121,15 @@ class _Requests:
         self.waiting: deque[tuple[str, str | None, float | None]] = deque()  # filled by clicks, in any thread
         self.answer = ""  # what became of the last one
         self.reply: dict[str, Any] = {}  # the run's newest control event
-        self._checkpoint: int | None = None  # the newest one when a fork was asked for; None: none was
 
     def send(self) -> None:
         """Write what was asked into the run's control file."""
         while self.waiting:
             request, key, value = self.waiting.popleft()
             run = self.target()
-            if request == "fork" and key is not None:
-                self.answer = self._begin_fork(run, key)
-                continue
             if request == "fork":
-                if run.status.over:
-                    self.answer = self._fork_line(run.status.step)
-                    continue
-                self._checkpoint, request = self._newest_checkpoint(), "save"
+                self.answer = self._fork(run, key)
+                continue
             what = request if value is None else f"{key} = {value:.4g}"
             if run.status.over or run.others:
                 self.answer = f"{what}: the run is over, or another program's, so it can't be asked"
@@ -159,29 +141,21 @@ class _Requests:
                 self.answer = f"{what}: {error}"
 
     def hear(self) -> None:
-        """Take in what the run has logged since: its replies, and the checkpoint that a fork waits for."""
+        """Take in what the run has logged since: its replies."""
         control = next((e for e in reversed(self.target().events) if e.get("type") == "control"), self.reply)
         if control is not self.reply:
             self.reply, self.answer = control, f"step {control.get('step', 0):,}: {control_text(control)}"
-        if self._checkpoint is not None and (newest := self._newest_checkpoint()) > self._checkpoint:
-            self.answer, self._checkpoint = self._fork_line(newest), None
 
-    def _begin_fork(self, run: RunReader, changes: str) -> str:
-        """Begin another future from the present step; returns what is said of it."""
+    def _fork(self, run: RunReader, changes: str | None) -> str:
+        """Begin another future from the present step, or tell the command for it; returns what is said."""
+        if changes is None:
+            line = f"rlhf-nb fork {shlex.quote(str(run.path))} --at {run.status.step} KEY=VALUE"
+            return f"another future from step {run.status.step}: {line}"
         try:
             log = start_fork(run.path, run.status.step, dotted(parse_overrides(changes.split())))
         except RlhfError as error:  # no number, no such folder, no KEY=VALUE
             return f"no fork: {error}"
         return f"another future of step {run.status.step:,} begins beside this run; what it says: {log}"
-
-    def _newest_checkpoint(self) -> int:
-        """The step of the run's newest checkpoint; 0: none."""
-        return max((int(e.get("step", 0)) for e in self.target().events if e.get("type") == "save"), default=0)
-
-    def _fork_line(self, step: int) -> str:
-        """How to begin another future, for a terminal or another notebook: the run itself isn't touched."""
-        path = shlex.quote(str(self.target().path))
-        return f"another future from step {step}: rlhf-nb fork {path} --at {step} KEY=VALUE"
 
 # %% ../../nbs/widgets/dashboard.ipynb #db000003
 SHARE = 0.02  # of one core, for drawing
@@ -383,24 +357,6 @@ class Dashboard:
                 with suppress(ValueError):  # it was switched off
                     trainer.observers.active.remove(poke)
             self._leave()
-
-    def watch(self, timeout: float | None = None) -> None:
-        """Follow a run that goes on elsewhere until it is over; Ctrl-C (or the kernel's stop button) ends the watching,
-        not the run.
-
-        Args:
-            timeout: seconds after which to leave in any case.
-        """
-        begin = time.monotonic()
-        with self.live(), suppress(KeyboardInterrupt):
-            while timeout is None or time.monotonic() - begin < timeout:
-                if self.page is None:
-                    self.refresh()
-                else:
-                    self.page.pump.poll()
-                if self._over():
-                    return
-                time.sleep(0.25 if self.page is None else 0.1)
 
     def _with_widgets(self) -> bool:
         """Whether to show widgets."""

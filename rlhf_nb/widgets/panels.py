@@ -13,7 +13,7 @@ import numpy as np
 from ..run.callbacks import short_number
 from .charts import Band, Curve, Mark, Panel, coarse, smooth, to_png
 from ..run.health import Light, fallen, gold_fit, health_of
-from .html import escape
+from .html import escape, table_html
 from ..strict import table_of
 from .reader import RunReader, spell_seconds
 
@@ -92,7 +92,7 @@ def _unfold(spec: Spec, names: list[str]) -> list[Spec]:
     shown = {key for lines in elsewhere for keys in lines for key in keys.split()}
     shown |= {"perf/rss_mb", "perf/cuda_peak_mb"}
     kept = [n for n in names if n.startswith(pattern[:-1]) and not n.endswith(("_stderr", "_std")) and n not in shown]
-    if pattern in ("loss/*", "rewards/*"):
+    if pattern in ("loss/*", "rewards/*", "rollout/stopped/*"):
         return [Spec(spec.title, {n[len(pattern) - 1 :]: n for n in kept[:6]})] if kept else []
     return [Spec(n, {n.split("/", 1)[1]: n}) for n in kept[:12]]
 
@@ -232,18 +232,17 @@ def words_html(readers: Sequence[RunReader], target: RunReader, answer: str) -> 
 def runs_html(readers: Sequence[RunReader], most: int = 18) -> str:
     """First, last, smallest and largest value of the main metrics, and the state of each run."""
     keys = [k for spec in LAYOUT["overview"] for names in spec.lines.values() for k in names.split()[:2]]
-    head = "".join(f"<th>{x}</th>" for x in ("metric", "first", "last", "smallest", "largest"))
     parts = []
     for reader in readers:
-        rows = ""
+        rows = list[dict[str, str]]()
         for key in [k for k in dict.fromkeys(keys) if k in reader.keys][:most]:
             v = reader.series(key)[1]
-            numbers = (v[0], v[-1], v.min(), v.max()) if len(v) else ()
-            rows += f"<tr><td>{escape(key)}</td>{''.join(f'<td>{short_number(float(x))}</td>' for x in numbers)}</tr>"
+            numbers = (short_number(float(x)) for x in ((v[0], v[-1], v.min(), v.max()) if len(v) else ()))
+            rows.append({"metric": key, **dict(zip(("first", "last", "smallest", "largest"), numbers))})
         done = [f"step {e['step']:,}: {control_text(e)}" for e in reader.events if e.get("type") == "control"]
         parts.append(f"<p><b>{escape(reader.label)}</b>: {escape(reader.status)}</p>")
         parts += [
-            f"<table><tr>{head}</tr>{rows}</table>",
+            table_html(rows),
             lights_html(health_of(reader)),
             f"<p>{escape('; '.join(done[-12:]))}</p>" if done else "",
         ]

@@ -240,14 +240,11 @@ class Status:
         return self.state == "ended"
 
     def __str__(self) -> str:
-        at = f"step {self.step:,}" + (f" of {self.total:,}" if self.total else "")
         if self.state == "waiting":
             return f"waiting: there is no run in {self.path} yet"
-        if self.state == "ended":
-            return f"{at}, ended" + (f": {self.reason}" if self.reason else "")
-        if self.state == "silent":
-            return f"{at}, silent for {spell_seconds(self.silent_s)}: the process may be dead, or out of reach"
-        return f"{at}, {self.state}"
+        silent = f" for {spell_seconds(self.silent_s)}: the process may be dead, or out of reach"
+        more = {"ended": f": {self.reason}" if self.reason else "", "silent": silent}.get(self.state, "")
+        return f"step {self.step:,}" + (f" of {self.total:,}" if self.total else "") + f", {self.state}{more}"
 
 
 def spell_seconds(seconds: float) -> str:
@@ -436,11 +433,7 @@ class RunReader:
     KEPT = 500  # events of each type
 
     def __init__(
-        self,
-        path: str | Path,
-        points: int = 2000,
-        label: str | None = None,
-        window: tuple[float, float] | None = None,
+        self, path: str | Path, points: int = 2000, label: str | None = None, window: tuple[float, float] | None = None
     ) -> None:
         self.limit, self.window = points, window
         self._clear()
@@ -625,13 +618,6 @@ class RunReader:
         """The newest value; None when there is none."""
         found = self._series[key].last if key in self._series else None
         return None if found is None else found[1]
-
-    @property
-    def settings(self) -> dict[str, float]:
-        """The present values of what can be set."""
-        moving = {"kl_coef": self.last("objective/kl_coef"), "lr": self.last("lr")}
-        found = {k: v.get("value", math.nan) for k, v in self.controls.items()}
-        return {k: now if (now := moving.get(k)) is not None else v for k, v in found.items()}
 
     @property
     def events(self) -> list[dict[str, Any]]:

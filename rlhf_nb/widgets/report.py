@@ -30,22 +30,12 @@ from .panels import LAYOUT, group_panels, runs_html, standing
 from .imported import find_runs, log_files
 from .reader import RunReader, open_runs
 from .runs import RunComparison, event_text
-from .touch import code_html, module_text
+from .touch import code_html, module_text, page_file
 
 # %% auto #0
 __all__ = ['report', 'html_page', 'sparkline', 'screen', 'watch', 'metrics_text', 'exposition', 'serve_metrics', 'listen']
 
 # %% ../../nbs/widgets/report.ipynb #02d96cea
-_STYLE = """
-:root{color-scheme:light dark}
-body{font:15px/1.5 system-ui,sans-serif;margin:1em auto;padding:0 1em;max-width:2500px}
-body{background:Canvas;color:CanvasText}
-table{border-collapse:collapse;font-size:13px;margin:.5em 0;display:block;max-width:100%;overflow-x:auto}
-td,th{padding:2px 10px;text-align:right;border-bottom:1px solid #8884;vertical-align:top}
-td:first-child,th:first-child,td.t{text-align:left}pre{font-size:12px;overflow:auto}
-"""
-
-
 def report(run: Any, out: str | Path | None = None, samples: int = 20) -> Path:
     """Write the board's page of a run, or of several laid over each other, as one HTML file: lights and curves first.
 
@@ -94,7 +84,7 @@ def html_page(title: str, body: str, script: str = "") -> str:
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{rule}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body><main>{body}</main>"
+        f"<title>{escape(title)}</title><style>{page_file('report.css')}</style></head><body><main>{body}</main>"
         f"{code_html(script) if script else ''}</body></html>"
     )
 

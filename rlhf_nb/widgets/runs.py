@@ -20,7 +20,7 @@ from ..console import me
 from ..core import RunError, did_you_mean, printable, t_quantile
 from ..files import open_regular, read_regular, write_whole
 from ..run.health import health_of
-from ..strict import dotted
+from ..strict import dotted, table_of
 from ..untrusted import json_value
 from .charts import Floats, to_png
 from .html import table_html
@@ -36,13 +36,7 @@ __all__ = ['remarks_of', 'Pool', 'pooled_by_seed', 'experiments', 'paired_differ
            'settings_compared', 'answers_compared', 'RunComparison', 'Runs', 'runs_told']
 
 # %% ../../nbs/widgets/runs.ipynb #329853aa
-_NUMBERS = {
-    "reward": "objective/scores reward",
-    "gold": "eval/gold rewards/gold",
-    "KL": "objective/kl",
-    "accuracy": "rewards/accuracies",
-    "loss": "loss",
-}
+_NUMBERS: dict[str, str] = table_of("widgets/panels.yaml")["numbers"]
 _OF_A_SEED = ("seed", "output_dir")  # settings that may differ between runs of one experiment
 _SEEDED = re.compile(rb"^(?:seed|output_dir):.*\n?", re.MULTILINE)
 _MODEL = re.compile(rb"^model:\n(?:  .*\n)*?  name_or_path: (.*)$", re.MULTILINE)

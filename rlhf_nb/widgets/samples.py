@@ -3,10 +3,8 @@
 # %% ../../nbs/widgets/samples.ipynb #f337f840
 from __future__ import annotations
 
-import copy
 import io
 import math
-import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,8 +13,8 @@ from typing import Any, TypeGuard, NamedTuple
 import torch
 
 from ..rollout.sampler import eval_mode
-from ..run.checkpoint import load_checkpoint
-from ..core import DataError, RunError, check_choice, suggest
+
+from ..core import DataError, RlhfError, RunError, check_choice
 from ..data.formats import prompt_text
 from ..data.sources import tokenize_prompts
 from ..losses.advantages import gae, group_advantages, kl_shaped_rewards, rloo_baseline, whiten
@@ -26,17 +24,21 @@ from ..losses.policy import clipped_surrogate
 from ..losses.preference import PairLogps, dpo
 from ..scoring.scores import completion_logps
 from ..run.log import RunDir
+from ..strict import table_of
 from ..types import Completions
+from .collect import text_scores
 from .html import escape, table_html
-from .kernel import show_live
+from .kernel import attended, show_live
+
 from .reader import SampleIndex
+from .touch import page_code
 
 Row = dict[str, Any]
 
 # %% auto #0
-__all__ = ['Row', 'ORDERS', 'TOKEN_MEASURES', 'POSITIVE', 'NEGATIVE', 'sample_kl', 'open_samples', 'observed', 'read_samples',
-           'select_samples', 'sample_table', 'Measure', 'token_measures', 'token_texts', 'tokens_html', 'tokens_png',
-           'rescore', 'weights_at', 'without_each', 'method_pulls', 'Tokens', 'Samples']
+__all__ = ['Row', 'ORDERS', 'TOKEN_MEASURES', 'POSITIVE', 'NEGATIVE', 'sample_kl', 'open_samples', 'Measure', 'observed',
+           'read_samples', 'select_samples', 'sample_table', 'token_measures', 'token_texts', 'tokens_html',
+           'tokens_png', 'rescore', 'said_texts', 'without_each', 'method_pulls', 'Tokens', 'Samples']
 
 # %% ../../nbs/widgets/samples.ipynb #45675bab
 ORDERS = ("step", "reward", "kl", "length")
@@ -65,11 +67,18 @@ def open_samples(run: str | Path) -> SampleIndex:
     return SampleIndex(RunDir(path).samples_path if path.is_dir() else path)
 
 
-_COLUMNS = {  # measures that are written down as they are
-    "advantage": "advantages", "value": "values", "entropy": "entropies", "without": "without",
-    "PPO": "ppo", "GRPO": "grpo", "RLOO": "rloo", "DPO": "dpo",
-}  # fmt: skip
-_PER_TOKEN = ("tokens", "old_logps", "ref_logps", "logps", *_COLUMNS.values())
+class Measure(NamedTuple):
+    """A number that each token has: its name, its key, whether it has a sign, what it says."""
+
+    name: str
+    key: str  # on the keyboard
+    signed: bool
+    about: str
+    column: str  # of a sample that has it as it is; "": it is computed
+
+
+TOKEN_MEASURES = tuple(Measure(*told) for told in table_of("widgets/panels.yaml")["measures"])
+_PER_TOKEN = ("tokens", "old_logps", "ref_logps", "logps", *(m.column for m in TOKEN_MEASURES if m.column))
 
 
 def _sound(row: Row) -> Row:
@@ -104,7 +113,8 @@ def observed(row: Mapping[str, Any]) -> list[bool]:
 
 
 def read_samples(run: str | Path | SampleIndex, last: int = 5000) -> list[Row]:
-    """The newest samples that a run wrote down, oldest first, with `reward`, `kl` and `length`.
+    """The newest samples that a run wrote down, oldest first, with `reward`, `kl`, `length`, and `asked`: the prompt as
+    the run has it.
 
     Args:
         run: the run's directory, its `samples.jsonl`, or what `open_samples` gave (then only what is new is looked
@@ -120,7 +130,8 @@ def read_samples(run: str | Path | SampleIndex, last: int = 5000) -> list[Row]:
     rows = [_sound(row) for row in rows]
     for i, row in enumerate(rows):
         length = observed(row).count(False) if "tokens" in row else len(str(row["completion"]).split())
-        row |= {"row": i, "prompt": prompt_text(row.get("prompt", "")), "reward": row.get("score", math.nan)}
+        asked = row.get("prompt", "")
+        row |= {"row": i, "prompt": prompt_text(asked), "asked": asked, "reward": row.get("score", math.nan)}
         row |= {"kl": sample_kl(row), "length": length}
     return rows
 
@@ -171,29 +182,6 @@ def sample_table(rows: Sequence[Row], width: int = 160) -> list[Row]:
     ]
 
 # %% ../../nbs/widgets/samples.ipynb #a2f0579e
-class Measure(NamedTuple):
-    """A number that each token has: its name, its key, whether it has a sign, what it says."""
-
-    name: str
-    key: str  # on the keyboard
-    signed: bool
-    about: str
-
-
-_METHODS = (("1", "PPO"), ("2", "GRPO"), ("3", "RLOO"), ("4", "DPO"))
-TOKEN_MEASURES: tuple[Measure, ...] = (
-    Measure("advantage", "a", True, "advantage: blue better, orange worse than expected"),
-    Measure("shift", "s", True, "log π − log π_ref in nats: blue likelier than under the reference"),
-    Measure("kl", "k", False, "k3 estimate of the KL to the reference, nats"),
-    Measure("value", "v", True, "the critic's prediction before the token"),
-    Measure("surprise", "p", False, "−log π in nats: how unlikely the token was"),
-    Measure("entropy", "e", False, "entropy of the distribution it was drawn from, nats"),
-    Measure("update", "u", True, "log π now − log π when sampled: blue became likelier"),
-    Measure("without", "w", True, "reward that the answer loses without the token: blue is paid for, orange costs"),
-    *(Measure(m, k, True, f"what a step of {m} would do: blue likelier, orange less likely") for k, m in _METHODS),
-)
-
-
 def token_measures(row: Mapping[str, Any]) -> dict[str, list[float]]:
     """What is known of a sample's tokens, by measure; only what was written down.
 
@@ -202,9 +190,9 @@ def token_measures(row: Mapping[str, Any]) -> dict[str, list[float]]:
     """
     out: dict[str, list[float]] = {}
     old, ref = row.get("old_logps"), row.get("ref_logps")
-    for name, column in _COLUMNS.items():
-        if row.get(column):
-            out[name] = [float(x) for x in row[column]]
+    for m in TOKEN_MEASURES:
+        if m.column and row.get(m.column):
+            out[m.name] = [float(x) for x in row[m.column]]
     if old:
         out["surprise"] = [-float(x) for x in old]
     if old and ref:
@@ -263,20 +251,17 @@ def _known(row: Mapping[str, Any], by: str | None) -> tuple[Measure, dict[str, l
     if not there:
         raise DataError("this sample holds no per-token numbers (old_logps, values, ...): nothing to colour.")
     name = by or next(iter(there))
-    if name not in there:
-        known = [m.name for m in TOKEN_MEASURES]
-        if name in ("entropy", "update"):
-            raise DataError(
-                f"{name} isn't in samples.jsonl: rescore([sample], model, tokenizer) of rlhf_nb.widgets.samples "
-                "measures it."
-            )
-        near = suggest(name, known)
-        hint = f" Did you mean {near!r}?" if near and near != name else ""
-        raise DataError(f"this sample has no {name!r}; it has {', '.join(there)}.{hint}")
+    if name in ("entropy", "update") and name not in there:
+        raise DataError(
+            f"{name} isn't in samples.jsonl: rescore([row], model, tokenizer) of rlhf_nb.widgets.samples measures it."
+        )
+    check_choice("this sample's measure", name, tuple(there), DataError)
     return next(m for m in TOKEN_MEASURES if m.name == name), there
 
 
-def tokens_html(row: Mapping[str, Any], by: str | None = None, texts: Sequence[str] | None = None) -> str:
+def tokens_html(
+    row: Mapping[str, Any], by: str | None = None, texts: Sequence[str] | None = None, buttons: bool = False
+) -> str:
     """A completion as coloured tokens; hovering shows all numbers. An episode is shown by turns, what was said to the
     policy in grey.
 
@@ -284,6 +269,7 @@ def tokens_html(row: Mapping[str, Any], by: str | None = None, texts: Sequence[s
         row: of `samples.jsonl`.
         by: a measure's name; None takes the first there is.
         texts: of the tokens, see `token_texts`.
+        buttons: tokens are buttons, for a page that `tokens.js` listens to.
 
     Raises:
         DataError: the sample doesn't have this measure.
@@ -300,7 +286,8 @@ def tokens_html(row: Mapping[str, Any], by: str | None = None, texts: Sequence[s
         if i < len(others) and others[i]:
             ground = "color:#808080"
         turns = 0 < i < len(others) and others[i] != others[i - 1]
-        spans.append(("\n" if turns else "") + f'<span title="{hover}" style="{ground}">{shown}</span>')
+        kind, tag = (f'button type="button" class="rt-token" data-at="{i}"', "button") if buttons else ("span", "span")
+        spans.append(("\n" if turns else "") + f'<{kind} title="{hover}" style="{ground}">{shown}</{tag}>')
     body = f'<div style="white-space:pre-wrap;line-height:1.9">{"".join(spans)}</div>'
     return f'{body}<div style="opacity:.65;font-size:85%">{escape(_legend(measure, scale))}</div>'
 
@@ -366,7 +353,7 @@ def rescore(rows: Sequence[Row], model: Any, tokenizer: Any, temperature: float 
     Returns:
         Copies of the rows with the two columns.
     """
-    asked = tokenize_prompts([{"prompt": r["prompt"]} for r in rows], tokenizer, warn=False)
+    asked = tokenize_prompts([{"prompt": r["asked"]} for r in rows], tokenizer, warn=False)
     answers = [r["tokens"] for r in rows]
     c = Completions.from_lists([r["prompt_ids"] for r in asked], answers, pad_id=tokenizer.pad_token_id or 0)
     device = model.get_input_embeddings().weight.device
@@ -379,56 +366,35 @@ def rescore(rows: Sequence[Row], model: Any, tokenizer: Any, temperature: float 
         out.append({**row, "logps": logps[:n], "entropies": entropy[:n]})
     return out
 
-
-def weights_at(run: str | Path, step: int, model: Any) -> Any:
-    """A copy of a model with the weights that a run's checkpoint holds.
-
-    Args:
-        run: the run's directory.
-        step: of the checkpoint.
-        model: of the same architecture.
-
-    Raises:
-        RunError: no checkpoint of this step, or one of another model.
-    """
-    root = RunDir(run).checkpoints
-    folder = root / f"step-{step:010d}"
-    if not folder.is_dir():
-        there = ", ".join(str(int(p.name[5:])) for p in sorted(root.glob("step-*"))) if root.is_dir() else ""
-        raise RunError(f"{run} has no checkpoint of step {step} but of {there or 'none'}; see keep_checkpoints.")
-    saved, copied = load_checkpoint(folder)[0]["model"], copy.deepcopy(model)
-    wanted = dict(copied.named_parameters())
-    for prefix in ("policy.", "model.", ""):
-        if all(prefix + name in saved for name in wanted):
-            with torch.no_grad():
-                for name, p in wanted.items():
-                    p.copy_(saved[prefix + name])
-            return copied
-    raise RunError(
-        f"the checkpoint of step {step} holds {', '.join(list(saved)[:3])}, ..., but not the weights of a "
-        f"{type(model).__name__}: give the run's own model."
-    )
-
 # %% ../../nbs/widgets/samples.ipynb #d689b9a3
-def without_each(row: Row, reward: Callable[..., Any], tokenizer: Any = None) -> Row:
-    """A sample with `without`: by how much its reward falls when a token is left out, for each token.
+def said_texts(row: Mapping[str, Any], tokenizer: Any = None) -> list[str]:
+    """The texts of tokens, as of `token_texts`; that of a special token is empty."""
+    special = set(tokenizer.all_special_ids) if tokenizer is not None else ()
+    ids, texts = row.get("tokens") or [], token_texts(row, tokenizer)
+    return ["" if i < len(ids) and ids[i] in special else text for i, text in enumerate(texts)]
+
+
+def without_each(row: Row, reward: Any, tokenizer: Any = None) -> Row:
+    """A sample with `without`, by how much its reward falls when a token is left out, and `so_far`, the reward of the
+    answer if it ended behind a token; for each token.
 
     Args:
         row: of `read_samples`; of one turn.
-        reward: any reward function, `f(prompts, completions) -> numbers`; asked once for all.
-        tokenizer: that of the run, unless the row has its texts.
+        reward: a reward model, or any function `f(prompts, completions) -> numbers`; asked once for all.
+        tokenizer: that of the run; of a function, not needed where the row has its texts.
 
     Raises:
         DataError: the tokens' texts are not known.
     """
-    texts = token_texts(row, tokenizer)
+    texts = said_texts(row, tokenizer)
     if tokenizer is None and "texts" not in row:
         raise DataError(
             "what an answer says without a token needs the tokens' texts: pass tokenizer=, that of the run."
         )
-    asked = ["".join(texts), *("".join(texts[:i] + texts[i + 1 :]) for i in range(len(texts)))]
-    whole, *rest = (float(x) for x in reward([row["prompt"]] * len(asked), asked))
-    return row | {"without": [whole - x for x in rest]}
+    n, rest = len(texts), ["".join(texts[:i] + texts[i + 1 :]) for i in range(len(texts))]
+    asked = ["".join(texts), *rest, *("".join(texts[: i + 1]) for i in range(n))]
+    whole, *each = text_scores(reward, [row["asked"]] * len(asked), asked, tokenizer).tolist()
+    return row | {"without": [whole - x for x in each[:n]], "so_far": each[n:]}
 
 
 def method_pulls(rows: Sequence[Row], kl_coef: float = 0.05, beta: float = 0.1) -> list[Row]:
@@ -484,20 +450,33 @@ class Tokens:
         sample: a row of `samples.jsonl`.
         tokenizer: that of the run, for the tokens' texts.
         by: the measure shown first.
+        click: from the number of a token that a person clicks, or presses Enter on, to HTML that is shown below.
 
     Raises:
         DataError: the sample holds no per-token numbers, or not this one.
     """
 
-    def __init__(self, sample: Mapping[str, Any], tokenizer: Any = None, by: str | None = None) -> None:
-        self.sample, self.texts = dict(sample), token_texts(sample, tokenizer)
+    def __init__(
+        self, sample: Mapping[str, Any], tokenizer: Any = None, by: str | None = None,
+        click: Callable[[int], str] | None = None,
+    ) -> None:  # fmt: skip
+        self.sample, self.texts, self.click = dict(sample), token_texts(sample, tokenizer), click
         self.by = _known(sample, by)[0].name
         self.names = list(token_measures(sample))
         self._parts: dict[str, Any] = {}
 
     def html(self) -> str:
         """The completion as HTML, coloured by the present measure."""
-        return tokens_html(self.sample, self.by, self.texts)
+        return tokens_html(self.sample, self.by, self.texts, buttons=self.click is not None)
+
+    def clicked(self, said: str) -> None:
+        """A message of the page: the number of a token, and how many clicks there were."""
+        at = said.partition(" ")[0]
+        if self.click is not None and at.isdecimal() and int(at[:9]) < len(self.texts):
+            try:
+                self._parts["detail"].value = self.click(int(at[:9]))
+            except RlhfError as error:
+                self._parts["detail"].value = escape(error)
 
     def png(self, by: Sequence[str] | str | None = None) -> bytes:
         """The completion as a PNG.
@@ -528,11 +507,23 @@ class Tokens:
             keys.observe(lambda change: self.switch(change["new"][-1:].lower()), names="value")
             by.observe(lambda change: self.switch(change["new"]), names="value")
             choice = w.HBox([by, keys], layout=w.Layout(flex_flow="row wrap"))
-            self._parts["box"] = w.VBox([choice, self._parts["html"]])
+            self._parts |= {"clicked": w.Text(), "detail": w.HTML()}
+            self._parts["clicked"].observe(lambda change: self.clicked(change["new"]), names="value")
+            self._parts["box"] = w.VBox([choice, *(self._parts[k] for k in ("html", "clicked", "detail"))])
+            for name, kind in (("box", "rt-box"), ("clicked", "rt-clicked"), ("detail", "rt-detail")):
+                self._parts[name].add_class(kind)
         return self._parts["box"]
 
+    def show(self, make: Callable[[], Any]) -> None:
+        """Display a box of widgets in which these tokens are; without a front end, a picture of them."""
+        from IPython.display import display
+
+        if self.click is not None and attended():
+            display({"text/html": page_code("tokens.css", "tokens.js"), "text/plain": ""}, raw=True)
+        show_live(make, self.html(), self.sample["completion"], lambda: self.png(self.names[:3]))
+
     def _ipython_display_(self) -> None:
-        show_live(lambda: self.widget, self.html(), self.sample["completion"], lambda: self.png(self.names[:3]))
+        self.show(lambda: self.widget)
 
 # %% ../../nbs/widgets/samples.ipynb #1b760d85
 class Samples:
@@ -579,31 +570,6 @@ class Samples:
         """Every answer to a prompt, in the order of steps."""
         return select_samples(self.rows, "step", False, prompt=prompt)
 
-    def pairs(
-        self, early: tuple[int, int], late: tuple[int, int], n: int | None = None, seed: int = 0
-    ) -> list[tuple[Row, Row]]:
-        """Answers to the same prompts from two parts of the run, one pair a prompt.
-
-        Args:
-            early, late: first and last step of either part.
-            n: most pairs; seed: which.
-
-        Raises:
-            DataError: no prompt was answered in both.
-        """
-        found = []
-        for prompt in self.prompts():
-            a, b = (select_samples(self.rows, "step", steps=part, prompt=prompt) for part in (early, late))
-            if a and b and a[0]["completion"] != b[0]["completion"]:
-                found.append((a[-1], b[0]))
-        if not found:
-            raise DataError(
-                f"no prompt has answers both in steps {early} and {late} of {self.run}: let both checkpoints answer "
-                "the same prompts (weights_at), or write more samples (samples_per_step)."
-            )
-        random.Random(seed).shuffle(found)
-        return found[:n]
-
     def table(self) -> str:
         """The rows that fit the present settings, as HTML."""
         return table_html(sample_table(self.select(self.shown)))
@@ -622,21 +588,6 @@ class Samples:
         """An ipywidgets box in which to sort, filter and read."""
         self._browser = self._browser or _Browser(self)
         return self._browser.box
-
-    def compare(self, early: tuple[int, int], late: tuple[int, int], n: int | None = None, **options: Any) -> Any:
-        """A blind comparison of two parts of the run: a `PreferenceCollector` whose `tally()` names the winner.
-
-        Args:
-            early, late: first and last step of either part.
-            n: most pairs.
-            options: of `PreferenceCollector`, such as `path` and `annotator`.
-        """
-        from rlhf_nb.widgets.collect import PreferenceCollector
-        from rlhf_nb.widgets.labels import Pair
-
-        names = (f"steps {early[0]}–{early[1]}", f"steps {late[0]}–{late[1]}")
-        pairs = [Pair(a["prompt"], a["completion"], b["completion"], names) for a, b in self.pairs(early, late, n)]
-        return PreferenceCollector(pairs, **options)
 
     def __repr__(self) -> str:
         return f"Samples({len(self.rows)} of {len(self.prompts())} prompts in {Path(self.run).name})"

@@ -16,7 +16,8 @@ from .charts import Floats, Panel, coarse, color_of, thin
 from .html import escape
 
 # %% auto #0
-__all__ = ['page_file', 'module_text', 'code_html', 'chart_data', 'inert_json', 'charts_html', 'live_html', 'live_place']
+__all__ = ['page_file', 'module_text', 'code_html', 'page_code', 'chart_data', 'inert_json', 'charts_html', 'live_html',
+           'live_place']
 
 # %% ../../nbs/widgets/touch.ipynb #0c6fbe39
 @functools.cache
@@ -34,8 +35,13 @@ def module_text(*more: str) -> str:
 
 def code_html(*more: str) -> str:
     """Style and script as HTML; the script looks for what `charts_html` made, and fills it."""
-    styles = page_file("charts.css") + "".join(page_file(m.replace(".js", ".css")) for m in more)
-    return f'<style>{styles}</style><script type="module">{module_text(*more)}</script>'
+    return page_code("charts.css", *(m.replace(".js", ".css") for m in more), "charts.js", *more)
+
+
+def page_code(*names: str) -> str:
+    """Files that come with the package as HTML: styles, and scripts as one module."""
+    styles, scripts = ("\n".join(page_file(n) for n in names if n.endswith(end)) for end in (".css", ".js"))
+    return f'<style>{styles}</style><script type="module">{scripts}</script>'
 
 # %% ../../nbs/widgets/touch.ipynb #c1200fd0
 def _numbers(values: Floats, digits: int = 5) -> list[float | None]:

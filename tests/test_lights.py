@@ -1,0 +1,144 @@
+"""Ten diseases planted in made-up curves of a run, and two hundred healthy runs of five shapes: which light says so, and which cries wolf.
+
+`python tests/test_lights.py` prints the table of docs/evaluate.md. The curves are made up: what lights say of bugs in real runs is in docs/dojo.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhf_nb.run.health import health
+
+Known = dict[str, Any]
+N = 150  # steps
+T = np.arange(1.0, N + 1)
+CONFIG = {"reward": "proxy", "kl_budget": 12.0, "kl_coef": 0.05}
+
+
+def online(rng: np.random.Generator, critic: bool = True, price: float = 1.0) -> Known:
+    """A run of PPO (GRPO without a critic) as it should be: reward and gold rise, the KL stays below its budget."""
+
+    def noisy(curve: Any, size: float) -> Any:
+        return T, curve + rng.normal(0, size, N)
+
+    kl = 6 * price * (1 - np.exp(-T / 60)) * (T > 1)
+    known = {
+        "objective/scores": noisy(1.5 * (1 - np.exp(-T / 40)), 0.1), "objective/kl": noisy(kl, 0.15),
+        "objective/kl_k3": noisy(kl, 0.1), "objective/kl_stderr": (T, np.full(N, 0.15)), "objective/kl_k3_stderr": (T, np.full(N, 0.1)),
+        "objective/non_score_reward": noisy(-0.05 * kl, 0.005), "policy/entropy_avg": noisy(1.6 - 0.5 * T / N, 0.05),
+        "completions/mean_length": noisy(20 + 4 * np.sin(T / 40), 1.0), "completions/clipped_ratio": (T, rng.binomial(256, 0.01, N) / 256),
+        "policy/clipfrac_avg": (T, rng.beta(3, 40, N)), "loss": noisy(0 * T, 0.05), "rollout/effective_share": (T, rng.beta(60, 15, N)),
+        "rollout/lag": (T, np.ones(N)), "perf/step_s": (T, rng.gamma(40, 0.1, N)), "perf/stall_s": (T, rng.gamma(2, 0.05, N)),
+    }  # fmt: skip
+    at = T[9::10]
+    known["eval/gold"] = at, 1.2 * (1 - np.exp(-at / 50)) + rng.normal(0, 0.08, len(at))
+    known["eval/gold_stderr"] = at, np.full(len(at), 0.08)
+    if critic:
+        known["val/explained_variance"] = noisy(0.6 * (1 - np.exp(-T / 30)), 0.05)
+    else:
+        known["frac_reward_zero_std"] = T, rng.binomial(64, 0.2, N) / 64
+    return known
+
+
+def offline(rng: np.random.Generator, pairs: bool = True) -> Known:
+    """A run of DPO (SFT without pairs) as it should be."""
+    loss, at = 0.3 + 0.4 * np.exp(-T / 40), T[9::10]
+    known = {
+        "loss": (T, loss + rng.normal(0, 0.03, N)),
+        "eval/loss": (at, 0.35 + 0.4 * np.exp(-at / 40) + rng.normal(0, 0.01, len(at))),
+    }
+    if pairs:
+        margin, chosen = 1.5 * (1 - np.exp(-T / 40)) * (T > 1), 0.4 * (1 - np.exp(-T / 40)) * (T > 1)
+        known |= {
+            "rewards/margins": (T, margin + rng.normal(0, 0.05, N) * (T > 1)),
+            "rewards/chosen": (T, chosen + rng.normal(0, 0.05, N) * (T > 1)),
+        }
+        known |= {"logps/chosen": (T, -30 + 4 * chosen), "updates": (T, T)}
+    return known
+
+
+HEALTHY: dict[str, Callable[[np.random.Generator], Known]] = {
+    "PPO": online, "GRPO": lambda rng: online(rng, critic=False), "PPO, KL at half its budget": lambda rng: online(rng, price=0.5),
+    "DPO": offline, "SFT": lambda rng: offline(rng, pairs=False),
+}  # fmt: skip
+
+
+def late(x: Any) -> Any:
+    """From 0 at a third of the run to 1 at its end."""
+    return np.clip((x - N / 3) / (2 * N / 3), 0, 1)
+
+
+def planted(known: Known, **curves: Any) -> Known:
+    """A run in which metrics are replaced; names with two underscores for a slash."""
+    return known | {k.replace("__", "/"): v for k, v in curves.items()}
+
+
+def over_optimised(rng: np.random.Generator) -> Known:
+    known = online(rng)
+    at, gold = known["eval/gold"]
+    return planted(known, eval__gold=(at, gold - 1.2 * late(at)))
+
+
+def runs_away(rng: np.random.Generator) -> Known:
+    kl = 36 * T / N
+    return planted(
+        online(rng), objective__kl=(T, kl + rng.normal(0, 0.15, N)), objective__kl_k3=(T, kl + rng.normal(0, 0.1, N))
+    )
+
+
+DISEASES: dict[str, tuple[str, Callable[[np.random.Generator], Known]]] = {  # what is wrong, and the light that should say so
+    "the reward is exploited: gold falls while it rises": ("reward", over_optimised),
+    "the policy runs away: three times the KL budget": ("KL", runs_away),
+    "the entropy collapses": ("entropy", lambda rng: planted(online(rng), policy__entropy_avg=(T, 1.6 * np.exp(-T / 40) + rng.normal(0, 0.01, N)))),
+    "the critic learns nothing": ("value", lambda rng: planted(online(rng), val__explained_variance=(T, rng.normal(-0.05, 0.05, N)))),
+    "nine groups of ten are dead": ("groups", lambda rng: planted(online(rng, critic=False), frac_reward_zero_std=(T, rng.binomial(64, 0.9, N) / 64))),
+    "the reward pays for length: answers swell to four times": (
+        "length", lambda rng: planted(online(rng), completions__mean_length=(T, 20 + 60 * late(T) + rng.normal(0, 2, N)))),
+    "the learning rate is too high: the loss rises again": ("learning", lambda rng: planted(offline(rng, False), loss=(T, 0.3 + 0.4 * np.exp(-T / 20) + 1.5 * late(T) + rng.normal(0, 0.05, N)))),
+    "rows are learnt by heart": ("held out", lambda rng: planted(offline(rng), eval__loss=(T[9::10], 0.5 + 0.5 * late(T[9::10]) + rng.normal(0, 0.01, N // 10)))),
+    "answers are too old: a seventh of their weight counts": ("stale answers", lambda rng: planted(online(rng), rollout__effective_share=(T, rng.beta(15, 90, N)))),
+    "sampler and scorer disagree about tokens": ("estimators", lambda rng: planted(online(rng), objective__kl=(T, online(rng)["objective/kl"][1] + 0.8))),
+}  # fmt: skip
+
+
+def alarms(known: Known, n: int = N) -> set[str]:
+    """Lights that are yellow or red after n steps."""
+    cut = {k: (at[at <= n], values[at <= n]) for k, (at, values) in known.items()}
+    return {x.name for x in health(cut, CONFIG) if x.state in ("watch", "bad")}
+
+
+@pytest.mark.parametrize("disease", DISEASES)
+def test_each_planted_disease_is_named(disease: str) -> None:
+    light, make = DISEASES[disease]
+    assert [light in alarms(make(np.random.default_rng(seed))) for seed in range(3)] == [True] * 3
+
+
+def false_alarms(runs: int = 40) -> dict[str, list[set[str]]]:
+    """For each healthy shape and run, the lights that ever complained, at a look after each tenth of the run."""
+    looks = range(N // 10, N + 1, N // 10)
+    return {
+        shape: [
+            set[str]().union(*(alarms(make(np.random.default_rng(seed)), n) for n in looks))
+            for seed in range(100, 100 + runs)
+        ]
+        for shape, make in HEALTHY.items()
+    }
+
+
+@pytest.mark.slow
+def test_two_hundred_healthy_runs_raise_few_alarms() -> None:
+    found = [said for runs in false_alarms().values() for said in runs]
+    assert len(found) == 200 and sum(map(bool, found)) <= 4, [said for said in found if said]
+
+
+if __name__ == "__main__":
+    for disease, (light, make) in DISEASES.items():
+        hits = [light in alarms(make(np.random.default_rng(seed))) for seed in range(20)]
+        others = [len(alarms(make(np.random.default_rng(seed))) - {light}) for seed in range(20)]
+        print(f"| {disease} | {light} | {sum(hits)} of 20 | {sum(others)} |")
+    for shape, runs in false_alarms().items():
+        print(f"| {shape} | {sum(map(bool, runs))} of {len(runs)} | {', '.join(sorted(set().union(*runs))) or '–'} |")
