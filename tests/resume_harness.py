@@ -55,6 +55,7 @@ CASES: dict[str, str] = {
     "workers-grpo": "test_draw_workers:grpo",
     "workers-raft": "test_draw_workers:raft",
     "both-ppo": "test_rollout_bars:ppo",
+    "both-grpo": "test_rollout_bars:grpo",
     "both-raft": "test_rollout_bars:raft",
     "episodes": "resume_harness:episodes",  # turns and rewards of an environment
 }

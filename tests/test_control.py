@@ -102,8 +102,8 @@ def test_requests_are_served_at_the_next_boundary(tmp_path: Path) -> None:
         (("set", "coef", float("nan")), "coef must be a number"),
         (("set", "coef", "high"), "not 'high'"),
         (("set", "coef", True), "not True"),
-        (("set", "coeff", 1.0), "did you mean 'coef'"),
-        (("set", "momentum", 1.0), "this run can set coef, lr"),
+        (("set", "coeff", 1.0), "Did you mean 'coef'"),
+        (("set", "momentum", 1.0), "This run can set coef, lr"),
         (("set", "lr", -1.0), "lr must be a number from 0 to 1"),
     ],
 )

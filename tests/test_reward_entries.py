@@ -207,7 +207,7 @@ def test_stop_on_says_when_there_is_nothing_to_look_at(job: Path) -> None:
     with pytest.raises(ConfigError, match="evaluations are made at the end only: set eval_every"):
         GRPOConfig.load(job / "run.yaml", ["stop_on.metric=eval/short"])
     config = GRPOConfig.load(job / "run.yaml", ["stop_on={metric: reward/short, patience: 1}", "steps=2"])
-    with pytest.warns(UserWarning, match="no event has the metric 'reward/short'.*did you mean 'rewards/short'"):
+    with pytest.warns(UserWarning, match="no event has the metric 'reward/short'.*Did you mean 'rewards/short'"):
         assert len(GRPOTrainer(config).fit()) == 2
 
 

@@ -134,6 +134,10 @@ def ppo(run_dir: Path) -> Any:
     return killed(run_dir, "ppo")
 
 
+def grpo(run_dir: Path) -> Any:
+    return killed(run_dir, "grpo")
+
+
 def raft(run_dir: Path) -> Any:
     return killed(run_dir, "raft")
 
@@ -163,7 +167,7 @@ def kill_all(case: str, run_dir: Path, rng: random.Random) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ppo", "raft"])
+@pytest.mark.parametrize("kind", ["ppo", "grpo", "raft"])
 def test_learner_and_workers_killed_at_once(kind: str, tmp_path: Path) -> None:
     """kill -9 of all processes of a run at ten moments, with a lag of 2: the bits of a straight run, and each prompt
     of an epoch is learnt from once."""
@@ -181,7 +185,7 @@ def test_learner_and_workers_killed_at_once(kind: str, tmp_path: Path) -> None:
     each = 16 * group // 8  # steps of an epoch
     assert all(len(x) == 8 for x in asked)
     want = Counter({p: group * n for p, n in Counter(r["prompt"] for r in toy.train_prompts(16)).items()})
-    for begin in range(0, 10 - each + 1, each):
+    for begin in range(0, 10 - each + 1, each) if kind != "grpo" else ():  # which replaces groups that teach nothing
         assert Counter(p for step in asked[begin : begin + each] for p in step) == want
     print(f"{kind}: {kills} kills in {runs} runs")
 

@@ -603,7 +603,7 @@ def test_keep_best_that_cannot_be_obeyed(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=word):
             trainer(tmp_path, **over)
     with pytest.warns(
-        UserWarning, match="keep_best is 'eval/reward', which no evaluation has: did you mean 'eval/reward_mean'"
+        UserWarning, match="keep_best is 'eval/reward', which no evaluation has. Did you mean 'eval/reward_mean'"
     ):
         trainer(tmp_path, Judged(), keep_best="eval/reward", eval_every=3).fit()
 

@@ -17,7 +17,7 @@ from ..console import me
 from .talk import Manner, _load, manner_of
 from ..decode.decoder import DecodeCost
 from ..decode.named import KINDS, DecoderConfig
-from ..train.decoders import load_decoder
+from ..train.decoders import decoder_reward, load_decoder
 from ..config import DataConfig, ModelConfig, PathText, PrecisionName, StrictConfig, option, read_config_file
 from ..core import ConfigError, DataError, decide_precision, did_you_mean
 from ..data.formats import prompt_text
@@ -32,12 +32,10 @@ from ..judges.chat import ChatEndpoint
 from ..judges.endpoint import Address, KeyName
 from ..judges.judge import FunctionJudge, Judge
 from ..models.adapters import Reference
-from ..models.heads import RewardModel
 from ..models.reference import model_fingerprint
 from ..rewards.answers import completion_text, extract_number
-from ..rewards.base import RewardModelFn, Rewards
 from ..run.lock import RunLock
-from ..train.entries import RewardEntry, build_rewards
+from ..train.entries import RewardEntry
 from ..train.rlaif import JudgeConfig, make_judge
 from ..types import Completions, Rollout
 from ..widgets.html import shown_table
@@ -95,17 +93,11 @@ def scorer(
         key: how the list is called, for messages.
         device: of models.
     """
-    found = build_rewards(list(entries), key=key, device=device)
-    alone = RewardModelFn(found, entries[0].name or "reward_model") if isinstance(found, RewardModel) else found
-    own = found if isinstance(found, Rewards) else Rewards([alone])
+    own = decoder_reward(list(entries), device, key=key)
     if tokenizer is not None:
         own.check_tokens(tokenizer)
     elif counts := [e.where for e in entries if token_rule(e)]:
         raise ConfigError(f"{key}: {counts[0]} reads token ids, and a server (url) sends texts: score by another rule.")
-    for fn in own.fns:
-        for inner in (getattr(fn, "model", None), *(m.model for m in getattr(fn, "members", ()))):
-            if isinstance(inner, torch.nn.Module):
-                inner.to(device)
 
     def score(
         prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, list[Any]]

@@ -18,9 +18,7 @@ from ..errors import ConfigError
 __all__ = ['DECODERS', 'sample_command', 'chat_command', 'get_command', 'eval_command', 'compare_command']
 
 # %% ../../nbs/cli/ask.ipynb #c1510a05
-DECODERS = (  # of decode.named; a test compares them
-    "plain, best_of_n, vote, constrained"
-)
+DECODERS = "plain, best_of_n, vote, constrained"  # of decode.named; a test compares them
 _Model = typer.Argument(..., metavar="MODEL", help="directory, GGUF file, short name (smollm2, ...) or hub name")
 _MaxNew = typer.Option(None, min=1, help="longest answer; default: what the model says, else 256 (base models: 64)")
 _Temperature = typer.Option(
@@ -39,34 +37,21 @@ _Reward = typer.Option(
 _Options = typer.Option(
     None, "--set", metavar="KEY=VALUE", help="further settings of the decoder, such as vote=choice, json_schema=FILE"
 )
-_Stop = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--stop",
-        metavar="RULE",
-        help="end answers before a text, or at json, lines:1, sentences:2, regex:PATTERN; may be repeated",
-    ),
-]
+_STOPS = "end answers before a text, or at json, lines:1, sentences:2, regex:PATTERN; may be repeated"
+_Stop = Annotated[list[str] | None, typer.Option("--stop", metavar="RULE", help=_STOPS)]
 
 
 def sample_command(
     model: str = _Model,
     prompts: list[str] = typer.Argument(..., help="one or more prompts (a backslash n in them is a new line)"),
     n: int = typer.Option(1, "--n", "-n", min=1, help="answers per prompt"),
-    max_new_tokens: int = _MaxNew,
-    temperature: float = _Temperature,
-    top_p: float = _TopP,
-    greedy: bool = _Greedy,
+    max_new_tokens: int = _MaxNew, temperature: float = _Temperature, top_p: float = _TopP, greedy: bool = _Greedy,
     raw: bool = typer.Option(False, "--raw", help="continue the bare text, without the chat template"),
-    system: str = _System,
-    seed: int = _Seed,
-    decoder: str = _Decoder,
-    reward: str = _Reward,
-    more: list[str] = _Options,
-    stop: _Stop = None,
+    system: str = _System, seed: int = _Seed, decoder: str = _Decoder, reward: str = _Reward,
+    more: list[str] = _Options, stop: _Stop = None,
     chat: bool = typer.Option(False, "--chat", hidden=True),  # what is done anyway where there is a template
     debug: bool = Debug,
-) -> None:
+) -> None:  # fmt: skip
     """Let a model answer prompts: a chat model by its template and as its makers draw; --raw continues bare text."""
     with told(debug):
         from rlhf_nb.bench.talk import answer_prompts, decoder_settings
@@ -90,10 +75,8 @@ def chat_command(
     with told(debug):
         names = [*([model] if model else []), *(compare or ())]
         if not names:
-            raise ConfigError(
-                f"no model is named, so there is no one to talk to. Type: {me()} chat smollm2, or for two {me()} chat "
-                "--compare A B."
-            )
+            two = f"for two {me()} chat --compare A B"
+            raise ConfigError(f"no model is named, so there is no one to talk to. Type: {me()} chat smollm2, or {two}.")
         from rlhf_nb.bench.talk import decoder_settings, hold_chat
 
         hold_chat(

@@ -68,9 +68,8 @@ class Commands(typer.core.TyperGroup):
             return super().invoke(ctx)
         except Exception as e:
             word, where = str(getattr(e, "option_name", "")), getattr(getattr(e, "ctx", None), "info_name", "")
-            if hint := elsewhere(f"{where} {word}") or elsewhere(
-                word.lstrip("-").removeprefix("no-").replace("-", "_")
-            ):
+            setting = word.lstrip("-").removeprefix("no-").replace("-", "_")
+            if hint := elsewhere(f"{where} {word}") or elsewhere(setting):
                 e.message, e.possibilities = f"{e.message.rstrip('.')}. {hint}", None  # type: ignore[attr-defined]
             raise
 
@@ -201,12 +200,8 @@ def _run_pipeline(
     _begin("run", [*(overrides or []), *([f"gates={gates}"] if gates else [])], config, toy, resume, overwrite, debug)
 
 
-app.command(
-    "run",
-    help=(
-        "Run the whole pipeline: SFT, labels by a judge, then reward model and PPO, or DPO, or KTO, and the evaluation."
-    ),
-)(_run_pipeline)
+_RUN = "Run the whole pipeline: SFT, labels by a judge, then reward model and PPO, or DPO, or KTO, and the evaluation."
+app.command("run", help=_RUN)(_run_pipeline)
 
 
 def _train(kind: str, cfg: Any, resume: bool, overwrite: bool) -> None:
@@ -252,10 +247,8 @@ def demo(
         values = PipelineConfig.load(None, [f"output_dir={output_dir}", *(overrides or [])], "toy")
         there = Path(values.output_dir) / "config.yaml"
         if there.exists() and read_config_file(there).get("data") != values.data:
-            raise RunError(
-                f"{values.output_dir} holds a run that is no demo, and a demo would replace it: choose another "
-                "--output-dir."
-            )
+            held = f"{values.output_dir} holds a run that is no demo, and a demo would replace it"
+            raise RunError(f"{held}: choose another --output-dir.")
         torch.set_num_threads(1)  # a model this small gains nothing from more, and loses much where cores are shared
         _tell(_WELCOME, err=False)
         pipeline = RLHFPipeline(values, say=_story)
@@ -300,13 +293,8 @@ What to open next
 STORY = {
     "base: begins.": "An untrained model is made. It babbles.",
     "sft: begins.": "\n1. Pip imitates guides of all sorts. The loss is its surprise at their words, per token.",
-    "reward: begins.": (
-        "\n2. A reward model learns what people like. Watch rewards/accuracies: how many comparisons it gets right."
-    ),
-    "ppo: begins.": (
-        "\n3. Pip answers and improves. objective/scores is the reward model's opinion, objective/kl how far "
-        "Pip has moved."
-    ),
+    "reward: begins.": "\n2. A reward model learns what people like. Watch rewards/accuracies: how often it is right.",
+    "ppo: begins.": "\n3. Pip improves. objective/scores is the reward model's opinion, objective/kl how far it moved.",
     "evaluate: begins.": "\nEvery model now answers the same questions, none of which was asked in training.",
 }
 
@@ -318,12 +306,9 @@ def _story(event: str) -> None:
 # %% ../../nbs/cli/main.ipynb #143779bb
 @config_app.command("show")
 def config_show(
-    kind: str = MethodName,
-    overrides: list[str] = Overrides,
-    config: str = ConfigFile,
-    toy: bool = Toy,
+    kind: str = MethodName, overrides: list[str] = Overrides, config: str = ConfigFile, toy: bool = Toy,
     debug: bool = Debug,
-) -> None:
+) -> None:  # fmt: skip
     """Print the settings a command would run with, everything resolved."""
     with told(debug):
         _tell(load_config(kind, config, overrides, toy).to_yaml().rstrip("\n"), err=False)
@@ -516,10 +501,8 @@ def plan_command(
             raise ConfigError("plan a pipeline stage by stage: `rlhf-nb plan ppo model.name_or_path=MODEL`.")
         cfg = load_config(kind, config, overrides, toy)
         if not isinstance(cfg, TrainConfig):
-            raise ConfigError(
-                f"{kind} trains nothing, it only writes rows: plan what is trained on them: `rlhf-nb plan dpo "
-                "model.name_or_path=MODEL`."
-            )
+            other = "plan what is trained on them: `rlhf-nb plan dpo model.name_or_path=MODEL`."
+            raise ConfigError(f"{kind} trains nothing, it only writes rows: {other}")
         given = typed(config, toy, overrides)
         say_what_to_train("plan", kind, cfg, given)
         _tell(plan_for(cfg, gpus, on, memory, host, shlex.join(given), price), err=False)
@@ -565,10 +548,8 @@ def launch_command(
         from rlhf_nb.train.stage import with_proxy
 
         if kind == "run":
-            raise ConfigError(
-                f"a pipeline starts its stages' processes itself: rlhf-nb run processes={processes} strategy={strategy}"
-                f"{''.join(f' {shlex.quote(word)}' for word in typed(config, toy, overrides))}"
-            )
+            line = f"rlhf-nb run processes={processes} strategy={strategy} {shlex.join(typed(config, toy, overrides))}"
+            raise ConfigError(f"a pipeline starts its stages' processes itself: {line.strip()}")
         cfg = with_proxy(kind, load_config(kind, config, overrides, toy), toy)
         say_what_to_train("launch", kind, cfg, typed(config, toy, overrides))
         command = [kind, *typed(config, toy, overrides)]

@@ -75,9 +75,7 @@ SettingsFile = typer.Option(None, "--config", "-c", help="YAML or JSON file with
 Toy = typer.Option(False, "--toy", help="start from the toy preset: offline, seconds to minutes on a CPU")
 Resume = typer.Option(False, "--resume", help="go on with the run in output_dir")
 Overwrite = typer.Option(
-    False,
-    "--overwrite",
-    help="delete what an earlier run left in output_dir; with --resume, only if it left no checkpoint",
+    False, "--overwrite", help="delete an earlier run in output_dir; with --resume, only if it left no checkpoint"
 )
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..console import me as _me
-from ..errors import ConfigError, suggest
+from ..errors import ConfigError, did_you_mean
 
 # %% auto #0
 __all__ = ['GROUPS', 'EXAMPLES', 'recipes', 'find_config', 'recipe_kind', 'load_config', 'typed', 'say_what_to_train',
@@ -26,9 +26,7 @@ __all__ = ['GROUPS', 'EXAMPLES', 'recipes', 'find_config', 'recipe_kind', 'load_
 def recipes() -> dict[str, Path]:
     """The recipes that come with the package, by name."""
     folder = Path(str(resources.files("rlhf_nb") / "recipes"))
-    return {
-        p.stem: p for p in sorted(folder.glob("*.yaml")) if p.stem != "principles"
-    }  # those are of `judges.constitution`
+    return {p.stem: p for p in sorted(folder.glob("*.yaml")) if p.stem != "principles"}  # of `judges.constitution`
 
 
 def find_config(name: str | None) -> Path | None:
@@ -37,8 +35,7 @@ def find_config(name: str | None) -> Path | None:
         return None if name is None else Path(name)
     known = recipes()
     if name not in known:
-        near = suggest(name, known)
-        hint = f"Did you mean {near!r}?" if near else f"Recipes: {', '.join(known) or 'none'}."
+        hint = did_you_mean(name, known, f"Recipes: {', '.join(known) or 'none'}.")
         raise ConfigError(f"config {name!r} is neither a file nor a recipe. {hint}")
     return known[name]
 
@@ -66,9 +63,8 @@ def load_config(kind: str, config: str | None, overrides: Sequence[str] | None, 
     of: Any = PipelineConfig if kind == "run" else get(kind).config
     path = find_config(config)
     if path and path in recipes().values() and recipe_kind(path) != (kind if kind == "run" else get(kind).name):
-        raise ConfigError(
-            f"the recipe {path.stem} is not for {kind}. Type: {_me()} {recipe_kind(path)} --config {path.stem}"
-        )
+        line = f"{_me()} {recipe_kind(path)} --config {path.stem}"
+        raise ConfigError(f"the recipe {path.stem} is not for {kind}. Type: {line}")
     return of.load(path, list(overrides or []), "toy" if toy else "default")
 
 
@@ -198,9 +194,7 @@ def written_facts() -> dict[str, Any]:
     def init(kind: str) -> dict[str, str]:
         told = {name: load_config(kind, None, None, name == "toy").to_yaml(comments=True).rstrip("\n")
             for name in ("default", "toy")}  # fmt: skip
-        return told | {
-            "default": re.sub(r"(?m)^(  lr: )\S+", r"\1null", told["default"])
-        }  # open: an adapter has its own
+        return told | {"default": re.sub(r"(?m)^(  lr: )\S+", r"\1null", told["default"])}  # an adapter has its own
 
     out: dict[str, Any] = {"methods": {}, "pipeline": {"init": init("run")}}
     for name, method in methods().items():

@@ -62,9 +62,8 @@ def serve_command(
             page=page, feedback=feedback,
         )  # fmt: skip
         if not settings.models:
-            raise ConfigError(
-                f"no model is named, so there is nothing to serve. Type: {me()} serve smollm2, or a folder."
-            )
+            none = "no model is named, so there is nothing to serve"
+            raise ConfigError(f"{none}. Type: {me()} serve smollm2, or a folder.")
         if plan:
             tell(memory_told(settings), err=False)
         else:

@@ -16,11 +16,8 @@ from ..console import again, me, tell
 __all__ = ['sweep_command', 'fork_command', 'overopt_command']
 
 # %% ../../nbs/cli/trials.ipynb #c1520a05
-_Words = typer.Argument(
-    None,
-    metavar="[KEY=VALUE]...",
-    help="kl_coef=0.01,0.05 tries two values, optimizer.lr=log:1e-6..1e-4 a range; one value holds for all",
-)
+_WORDS = "kl_coef=0.01,0.05 tries two values, optimizer.lr=log:1e-6..1e-4 a range; one value holds for all"
+_Words = typer.Argument(None, metavar="[KEY=VALUE]...", help=_WORDS)
 _SweepTo = typer.Option(None, "--to", help="the sweep's folder; default: runs/sweep/METHOD")
 _Run = typer.Argument(..., help="the run's directory")
 
@@ -79,10 +76,8 @@ def fork_command(
         steps = f" ({made.replayed} steps were made again)" if made.replayed else ""
         tell(f"{made.folder}: {'; '.join(made.changes) or 'nothing changed'}, from step {at} on{steps}.", err=False)
         if made.differs:
-            tell(
-                f"Note: the steps made again differ from the run's log ({made.differs}): other threads, machine or "
-                "version. The fork shares random numbers, not bits."
-            )
+            why = "other threads, machine or version. The fork shares random numbers, not bits."
+            tell(f"Note: the steps made again differ from the run's log ({made.differs}): {why}")
         if not prepare:
             run_fork(made)
             tell(f"Both futures side by side: {me()} board {made.folder.parent}", err=False)

@@ -88,11 +88,8 @@ def exports_of(store: FeedbackStore) -> list[Export]:
     """All exports of a store that its ledger knows, oldest first."""
     ledger = ledger_of(store)
     events = read_metrics(ledger) if ledger.exists() else []
-    return [
-        Export(Path(e["path"]), str(e["digest"]), int(e["rows"]), tuple(e["users"]))
-        for e in events
-        if e.get("type") == "export"
-    ]
+    made = (e for e in events if e.get("type") == "export")
+    return [Export(Path(e["path"]), str(e["digest"]), int(e["rows"]), tuple(e["users"])) for e in made]
 
 # %% ../../nbs/feedback/governance.ipynb #f8740009
 class Saw(NamedTuple):

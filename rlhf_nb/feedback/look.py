@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..console import me, tell
-from ..core import ConfigError, DataError, check_choice, suggest
+from ..core import ConfigError, DataError, check_choice, did_you_mean
 from ..evaluate.policy import wilson_interval
 from .annotators import Aggregate, aggregate, votes_of
 from .governance import EXPORT_KINDS, export_rows, exports_of, models_that_saw, rows_as
@@ -36,13 +36,8 @@ def open_store(file: str | Path) -> FeedbackStore:
     store = FeedbackStore(file)
     if not store.path.exists():
         folder = store.path.parent
-        near = suggest(store.path.name, [p.name for p in folder.glob("*.jsonl")]) if folder.is_dir() else None
-        hint = (
-            f"Did you mean {folder / near}?"
-            if near
-            else "A server writes one with feedback=FILE, a notebook "
-            "with FeedbackStore(FILE).add(...) of rlhf_nb.feedback.store."
-        )
+        writes = "A server writes one with feedback=FILE, a notebook with rlhf_nb.feedback.store.FeedbackStore(FILE)."
+        hint = did_you_mean(store.path.name, [p.name for p in folder.glob("*.jsonl")], writes)
         raise ConfigError(f"{store.path} doesn't exist. {hint}")
     return store
 
@@ -108,12 +103,8 @@ def _shown(store: FeedbackStore, said: Sequence[Feedback], found: Aggregate, scr
     title = f"{store.path.name}: {len(said)} standing, of {len({x.user for x in said})} users"
     screen.print(shown_table(by_version(said), title, ("version", "")))
     n, same = agreement_of(said)
-    tell(
-        f"Two users agree in {same:.0%} of {n} cases where both judged the same."
-        if n
-        else "Nothing was judged by two users.",
-        err=False,
-    )
+    both = f"Two users agree in {same:.0%} of {n} cases where both judged the same."
+    tell(both if n else "Nothing was judged by two users.", err=False)
     if store.torn:
         tell(f"Left out: {store.torn} lines that are torn or no feedback.", err=False)
     if not found.users:
@@ -162,22 +153,12 @@ def _exported(
         clean = Scrubber(find)
         rows = [clean.row(r) for r in rows]
         counts = ", ".join(f"{k} {n}" for k, n in sorted(clean.counts.items())) or "nothing"
-        tell(
-            f"Replaced: {counts}."
-            + (
-                ""
-                if names
-                else " Names were not looked for: no spaCy model is installed (--names makes that an error)."
-            ),
-            err=False,
-        )
+        none = " Names were not looked for: no spaCy model is installed (--names makes that an error)."
+        tell(f"Replaced: {counts}.{'' if names else none}", err=False)
     made = export_rows(store, rows, said, out)
-    method = "dpo" if kind == "pairs" else "kto"
-    tell(
-        f"{made.path}: {made.rows} rows of {len(made.users)} users. Look: {me()} data {made.path}; "
-        f"train: {me()} {method} data.path={made.path} ...",
-        err=False,
-    )
+    train = f"{me()} {'dpo' if kind == 'pairs' else 'kto'} data.path={made.path} ..."
+    told = f"{made.path}: {made.rows} rows of {len(made.users)} users"
+    tell(f"{told}. Look: {me()} data {made.path}; train: {train}", err=False)
 
 
 def look_at_feedback(

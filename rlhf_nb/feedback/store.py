@@ -83,9 +83,8 @@ class Feedback:
                 f"a {self.kind} is about {need} answer{'s' * (need > 1)}, and {len(self.versions)} model versions are "
                 "named: name one each."
             )
-        if self.consent and (
-            self.prompt is None or len(self.answers) != need or not all(a.strip() for a in self.answers)
-        ):
+        whole = self.prompt is not None and len(self.answers) == need and all(a.strip() for a in self.answers)
+        if self.consent and not whole:
             raise DataError(
                 f"a {self.kind} with consent needs its prompt and {need} answer{'s' * (need > 1)} that "
                 f"{'are' if need > 1 else 'is'} not empty: without them nothing can be learnt from it."
@@ -97,28 +96,16 @@ class Feedback:
 # %% ../../nbs/feedback/store.ipynb #f8700009
 def line_of(said: Feedback) -> dict[str, Any]:
     """What is written; texts only with consent."""
-    line: dict[str, Any] = {
-        "time": said.time,
-        "id": said.id,
-        "type": said.kind,
-        "annotator": said.user,
-        "model": said.model,
-        "consent": said.consent,
-    }
+    line: dict[str, Any] = {"time": said.time, "id": said.id, "type": said.kind, "annotator": said.user}
+    line |= {"model": said.model, "consent": said.consent}
     line |= {k: v for k, v in (("name", said.name), ("from", said.source)) if v}
     line["sources"] = list(said.versions)
     if not said.consent:
         return line | {"type": "count", "kind": said.kind, "value": said.value}
     if said.kind == "choice":  # a label of the collector
         first, second = said.answers
-        line |= {
-            "type": "label",
-            "verdict": said.value,
-            "pair": Pair(said.prompt, first, second).id,
-            "first": first,
-            "second": second,
-        }
-        line |= {"swapped": False, "seconds": 0.0}
+        line |= {"type": "label", "verdict": said.value, "pair": Pair(said.prompt, first, second).id}
+        line |= {"first": first, "second": second, "swapped": False, "seconds": 0.0}
     else:
         line |= {"answer": said.answers[0]} | ({"rating": said.value} if said.kind == "rating" else {})
     return line | {"prompt": said.prompt, "reason": said.reason}
@@ -133,10 +120,8 @@ def feedback_of(line: Mapping[str, Any]) -> Feedback | None:
     kind = {"label": "choice", "count": line.get("kind")}.get(line["type"], line["type"])
     if kind not in _VALUES:
         return None
-    texts = line["type"] != "count"
-    answers = (
-        tuple(map(str, (line["first"], line["second"]) if kind == "choice" else (line["answer"],))) if texts else ()
-    )
+    texts, sides = line["type"] != "count", ("first", "second") if kind == "choice" else ("answer",)
+    answers = tuple(str(line[k]) for k in sides) if texts else ()
     value = line.get({"choice": "verdict", "rating": "rating"}.get(kind, ""), "") if texts else line["value"]
     prompt = line["prompt"] if texts else None
     if texts and not isinstance(prompt, str | list):

@@ -117,7 +117,5 @@ def rotated(path: Path) -> list[Path]:
     """Earlier parts of a log beside it, `log.jsonl.1` or `log.jsonl-20261123`, the oldest first."""
     names = re.compile(re.escape(path.name) + r"[.-]\d[\d.-]*")
     parts = [p for p in path.parent.glob(f"{path.name}*") if names.fullmatch(p.name) and p.is_file()]
-    numbers = {
-        p: int(re.sub(r"\D", "", p.name.removeprefix(path.name))) for p in parts
-    }  # .2 is older than .1, dates rise
-    return sorted(parts, key=lambda p: -numbers[p] if numbers[p] < 1000 else numbers[p])
+    numbers = {p: int(re.sub(r"\D", "", p.name.removeprefix(path.name))) for p in parts}
+    return sorted(parts, key=lambda p: -numbers[p] if numbers[p] < 1000 else numbers[p])  # .2 before .1, dates rise

@@ -52,10 +52,8 @@ class Versions:
             ConfigError: there is no such version.
         """
         if name not in self.names():
-            raise ConfigError(
-                f"{self.folder} has no version {name!r}. "
-                + did_you_mean(name, self.names(), f"There are: {', '.join(self.names()) or 'none'}.")
-            )
+            known = did_you_mean(name, self.names(), f"There are: {', '.join(self.names()) or 'none'}.")
+            raise ConfigError(f"{self.folder} has no version {name!r}. {known}")
         return self.folder / name
 
     def _pointed(self, link: str) -> str | None:
@@ -81,15 +79,8 @@ class Versions:
 
     def note(self, event: str, version: str, reason: str, **more: Any) -> None:
         """Write an event down."""
-        line = {
-            "time": round(time.time(), 3),
-            "type": event,
-            "version": version,
-            "before": self.current,
-            "reason": reason,
-            **more,
-        }
-        append_line(self.history_path, line, durable=True, lost="nothing was changed")
+        line = {"time": round(time.time(), 3), "type": event, "version": version, "before": self.current}
+        append_line(self.history_path, line | {"reason": reason} | more, durable=True, lost="nothing was changed")
 
     def move(self, link: str, event: str, name: str, reason: str, **more: Any) -> None:
         """Note an event, then let a link name a version, in one step. `complete` finishes what a kill left half done.
@@ -164,14 +155,9 @@ def add_version(versions: Versions, model: str | Path, reason: str, about: Mappi
     try:
         versions.folder.mkdir(parents=True, exist_ok=True)
         shutil.copytree(model, aside, copy_function=bring, ignore=shutil.ignore_patterns("version.json"))
-        told = {
-            "version": name,
-            "parent": versions.current,
-            "time": round(time.time(), 3),
-            "made_from": str(model),
-            "reason": reason,
-        }
-        write_json(aside / "version.json", told | dict(about or {}))
+        told = {"version": name, "parent": versions.current, "time": round(time.time(), 3)}
+        told |= {"made_from": str(model), "reason": reason, **(about or {})}
+        write_json(aside / "version.json", told)
         os.rename(aside, versions.folder / name)
         fsync_path(versions.folder)
     except OSError as e:

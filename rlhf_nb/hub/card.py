@@ -26,7 +26,7 @@ from ..models.load import load_model
 from ..models.merge import MERGE_RECORD
 from ..models.places import SHORT_NAMES, find_copy, read_origin
 from ..run.log import plain_json, read_metrics
-from ..train.online import as_rewards, load_reward
+from ..train.online_config import as_rewards, load_reward
 from ..train.registry import MethodInfo, get, methods
 from ..data.rows import load_rows
 from ..train.stage import read_json

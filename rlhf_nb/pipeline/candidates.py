@@ -273,11 +273,9 @@ def seeds_needed(standing: Standing, pairs: int, level: float = 0.95) -> int | N
     """
     if standing.behind is None or not math.isfinite(standing.behind.high):
         return None
-    n, d = standing.behind.n, abs(standing.behind.value)
-    error, others = (
-        (standing.behind.high - standing.behind.value) / t_quantile(level, standing.df),
-        standing.df // (n - 1),
-    )
+    n, d0 = standing.behind.n, standing.behind.value
+    d = abs(d0)
+    error, others = (standing.behind.high - d0) / t_quantile(level, standing.df), standing.df // (n - 1)
     if d == 0 or error == 0:
         return None
     strict = 1 - (1 - level) / max(pairs, 1)

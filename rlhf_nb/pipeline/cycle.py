@@ -51,19 +51,12 @@ class CycleConfig(StrictConfig):
     most_votes: int | None = option(None, "of one user; null: three times the median user's, at least 20", ge=1)
     robust: bool = option(True, "limits, reliabilities, outliers left out; false: count heads")
     scrub: bool = option(False, "replace personal data before training (needs presidio-analyzer)")
-    scrub_names: bool = option(
-        False, "people's names, too; refused where no spaCy model is there to find them; switches scrub on"
-    )
+    scrub_names: bool = option(False, "people's names, too; refused without a spaCy model; switches scrub on")
     canary: float = option(
-        0.0,
-        "share of the traffic on which a version is tried before it is promoted; 0: promote what passes",
-        ge=0,
-        lt=1,
+        0.0, "share of the traffic that tries a version before it is promoted; 0: promote what passes", ge=0, lt=1
     )
     canary_votes: int = option(50, "thumbs of each version, or choices between them, before a trial ends", ge=5)
-    margin: float = option(
-        0.05, "how much worse a version on trial may be, by the lower end of its interval", ge=0, le=0.5
-    )
+    margin: float = option(0.05, "how much worse a version on trial may be, at its interval's lower end", ge=0, le=0.5)
     gates: GatesConfig = Field(
         default_factory=lambda: GatesConfig(on_failure="go_back"), description="bounds, as in a pipeline"
     )
@@ -109,13 +102,8 @@ def deal(rows: Sequence[dict[str, Any]], share: float, seed: int) -> tuple[list[
 
 def _stage(config: CycleConfig, name: str, model: str, rows: Path, n: int) -> dict[str, Any]:
     """A stage's settings: the toy preset if asked, the model and rows, then what the user says."""
-    base: dict[str, Any] = {}
-    if config.toy:
-        base = {
-            k: v
-            for k, v in get(name).config.preset_values("toy").items()
-            if k not in ("output_dir", "model", "device", "data")
-        }
+    preset = get(name).config.preset_values("toy") if config.toy else {}
+    base = {k: v for k, v in preset.items() if k not in ("output_dir", "model", "device", "data")}
     own = {
         "model": {"name_or_path": model},
         "data": {"path": str(rows), "eval_size": max(16, min(config.eval_prompts, n // 5))},
@@ -131,15 +119,10 @@ def _settings(
 
     gates = merge(config.gates.to_dict(), {"on_failure": "go_back"})
     gates["trusted"] = [*gates["trusted"], *trusted]
-    common = {
-        "output_dir": str(folder),
-        "seed": config.seed,
-        "device": config.device,
-        "console": False,
-        "eval_prompts": config.eval_prompts,
-    }
+    common = {k: getattr(config, k) for k in ("seed", "device", "eval_prompts")}
     none = dict.fromkeys(("sft", "reward", "ppo"))
-    return PipelineConfig.model_validate({**none, "gates": gates, **common, **stages})
+    own = {"output_dir": str(folder), "console": False, "gates": gates}
+    return PipelineConfig.model_validate({**none, **common, **own, **stages})
 
 
 def check_settings(config: CycleConfig) -> None:
@@ -151,9 +134,8 @@ def check_settings(config: CycleConfig) -> None:
     Raises:
         ConfigError: a stage doesn't know a setting.
     """
-    _settings(
-        config, Path("turn"), {s: _stage(config, s, "model", Path("rows"), 100) for s in ("reward", config.learn)}
-    )
+    stages = {s: _stage(config, s, "model", Path("rows"), 100) for s in ("reward", config.learn)}
+    _settings(config, Path("turn"), stages)
 
 
 def _run(pipeline: RLHFPipeline) -> None:
@@ -180,14 +162,9 @@ def _reasons(pipeline: RLHFPipeline) -> str:
 
 # %% ../../nbs/pipeline/cycle.ipynb #f9340010
 def learn(
-    config: CycleConfig,
-    folder: Path,
-    model: str,
-    train: Path,
-    judge: Path,
-    sizes: tuple[int, int],
+    config: CycleConfig, folder: Path, model: str, train: Path, judge: Path, sizes: tuple[int, int],
     say: Callable[[str], None],
-) -> tuple[Path | None, str]:
+) -> tuple[Path | None, str]:  # fmt: skip
     """Train judge and policy; the model that passed, or None, and why.
 
     Args:
@@ -215,10 +192,8 @@ def learn(
     made = policy.final_model()
     if refused := _reasons(policy):
         return None, refused
-    passed = "; ".join(
-        c.says for v in policy.verdicts if v.stage == config.learn for c in v.checks if c.name.startswith("wins")
-    )
-    return made, passed or "it passed its gate"
+    checks = [c for v in policy.verdicts if v.stage == config.learn for c in v.checks]
+    return made, "; ".join(c.says for c in checks if c.name.startswith("wins")) or "it passed its gate"
 
 # %% ../../nbs/pipeline/cycle.ipynb #f9340012
 def judge_canary(said: Sequence[Feedback], old: str, new: str, least: int, margin: float) -> tuple[str, str]:
@@ -239,9 +214,8 @@ def judge_canary(said: Sequence[Feedback], old: str, new: str, least: int, margi
     found, words = list[tuple[float, float]](), list[str]()  # intervals of how much better it is
     if min(map(len, thumbs.values())) >= least:
         a, b = (sum(thumbs[v]) / len(thumbs[v]) for v in (new, old))
-        half = 1.645 * math.sqrt(
-            sum((p * (1 - p) + 0.25 / len(t)) / len(t) for p, t in ((a, thumbs[new]), (b, thumbs[old])))
-        )
+        shares = ((a, len(thumbs[new])), (b, len(thumbs[old])))
+        half = 1.645 * math.sqrt(sum((p * (1 - p) + 0.25 / n) / n for p, n in shares))
         found.append((a - b - half, a - b + half))
         words.append(f"{a:.0%} of {len(thumbs[new])} thumbs are up, {b:.0%} of {len(thumbs[old])} for {old}")
     if len(wins) >= least:
@@ -249,13 +223,8 @@ def judge_canary(said: Sequence[Feedback], old: str, new: str, least: int, margi
         found.append((low - 0.5, high - 0.5))
         words.append(f"it wins {sum(wins) / len(wins):.0%} of {len(wins)} choices against {old}")
     if not found:
-        return (
-            "wait",
-            (
-                f"{len(thumbs[new])} thumbs for {new}, {len(thumbs[old])} for {old}, {len(wins)} choices between them; "
-                f"{least} are asked"
-            ),
-        )
+        few = f"{len(thumbs[new])} thumbs for {new}, {len(thumbs[old])} for {old}, {len(wins)} choices between them"
+        return "wait", f"{few}; {least} are asked"
     said_so = " and ".join(words)
     if any(high < 0 for _, high in found):
         return "worse", said_so
@@ -375,13 +344,9 @@ def _tidy(config: CycleConfig, versions: Versions) -> None:
 
 
 def _turn(
-    config: CycleConfig,
-    store: FeedbackStore,
-    versions: Versions,
-    said: Sequence[Feedback],
-    say: Callable[[str], None],
+    config: CycleConfig, store: FeedbackStore, versions: Versions, said: Sequence[Feedback], say: Callable[[str], None],
     again: bool,
-) -> CycleTurn:
+) -> CycleTurn:  # fmt: skip
     """Learn, and decide about what was learnt."""
     folder = _open_turn(versions)
     ready = read_json(folder / "rows.json")  # of a turn that was interrupted: its rows stay as they were

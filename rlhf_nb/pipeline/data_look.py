@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, groupby, islice
 from typing import Any
@@ -13,8 +14,8 @@ from typing import Any
 from ..config import DataConfig, ModelConfig, StrictConfig, option
 from ..core import DataError, printable
 from ..data.convert import to_unpaired
-from ..data.formats import COLUMNS, format_of, to_format, whole_rows
-from ..data.shapes import SYSTEM, NothingToCompare, Reading, gather, recognise
+from ..data.formats import COLUMNS, PROMPTED, SFT_FORMATS, format_of, is_hh, to_format, whole_rows
+from ..data.shapes import SYSTEM, NothingToCompare, Reading, Shape, gather, recognise
 from rlhf_nb.data.sources import (
     LengthReport, length_report, row_key,
 )  # fmt: skip
@@ -39,20 +40,15 @@ class LookConfig(StrictConfig):
     seed: int = option(0, "of draws among worse answers", ge=0)
 
 
-_KINDS: dict[str, RowKind] = {
-    "preference": "preference",
-    "unpaired": "unpaired",
-    "prompt": "prompt",
-    "stepwise": "stepwise",
-}  # all others: sft
+_KINDS: tuple[RowKind, ...] = ("preference", "unpaired", "prompt", "stepwise")  # all others: sft
 LOOKED_AT = 10_000  # rows
 
 
 def _purpose(first: Row, method: str | None, reading: Reading) -> tuple[RowKind, str]:
     """What rows are looked at for, and the format that they are read in."""
-    kind: RowKind = _KINDS.get(format_of(first, reading), "sft") if method is None else get(method).rows
-    apart = kind == "unpaired" and format_of(first, reading) == "preference"
-    return kind, "preference" if apart else kind
+    fmt = format_of(first, reading)
+    kind: RowKind = next((k for k in _KINDS if k == fmt), "sft") if method is None else get(method).rows
+    return kind, "preference" if kind == "unpaired" and fmt == "preference" else kind
 
 # %% ../../nbs/pipeline/data_look.ipynb #889fbf04
 @dataclass
@@ -113,43 +109,39 @@ def _liked(label: Any) -> bool:
 
 def _taken_for(row: Row, fmt: str, reading: Reading) -> str:
     """The reading of a file's first row, in one line."""
-    first = next(iter(gather([(0, row)], reading)))[1]
     try:
-        shape = recognise(first, fmt, _natives(first, fmt), "row 0", reading)
+        shape = _shape(row, fmt, reading)
     except DataError:
         return "nothing that is known yet"
     if shape is not None:
         return shape.says(row)
-    from rlhf_nb.data.formats import COLUMNS, is_hh
 
     name = next((f for f in COLUMNS if set(COLUMNS[f]) <= {k for k, v in row.items() if v is not None}), "?")
-    hh = any(is_hh(row.get(c)) for c in COLUMNS.get(name, ()))
-    return f"{name}: {', '.join(COLUMNS.get(name, ()))}" + (
-        " (dialogues marked Human: and Assistant:, as in HH-RLHF)" if hh else ""
-    )
+    columns = COLUMNS.get(name, ())
+    hh = " (dialogues marked Human: and Assistant:, as in HH-RLHF)" if any(is_hh(row.get(c)) for c in columns) else ""
+    return f"{name}: {', '.join(columns)}{hh}"
 
 
 def _natives(row: Mapping[str, Any], fmt: str) -> dict[str, set[str]]:
     """The formats that a row's columns make by themselves."""
-    from rlhf_nb.data.formats import COLUMNS, PROMPTED, SFT_FORMATS
-
     there = {k for k, v in row.items() if v is not None}
-    return {
-        f: set(COLUMNS[f])
-        for f in {"sft": SFT_FORMATS, "prompt": PROMPTED}.get(fmt, (fmt,))
-        if there.issuperset(COLUMNS[f])
-    }
+    fits = {"sft": SFT_FORMATS, "prompt": PROMPTED}.get(fmt, (fmt,))
+    return {f: set(COLUMNS[f]) for f in fits if there.issuperset(COLUMNS[f])}
+
+
+def _shape(row: Row, fmt: str, reading: Reading) -> Shape | None:
+    """The shape that a file's first row is recognised by; None: its columns are a format already."""
+    first = next(iter(gather([(0, row)], reading)))[1]
+    return recognise(first, fmt, _natives(first, fmt), "row 0", reading)
 
 # %% ../../nbs/pipeline/data_look.ipynb #6b0a5757
 def roles(look: FileLook, reading: Reading) -> list[tuple[str, str, str]]:
     """Each column of a file, what it holds, and what it is for."""
     row = look.raw[0]
     fmt = "preference" if look.kind == "unpaired" and format_of(row, reading) == "preference" else look.kind
-    names = dict.fromkeys(c for r in look.raw[:1000] for c in r)
-    try:
-        shape = recognise(next(iter(gather([(0, row)], reading)))[1], fmt, _natives(row, fmt), "row 0", reading)
-    except DataError:
-        shape = None
+    names, shape = dict.fromkeys(c for r in look.raw[:1000] for c in r), None
+    with suppress(DataError):
+        shape = _shape(row, fmt, reading)
     used = {n: role for role, terms in ((shape.columns(row) or {}) if shape else {}).items() for t in terms for n in t}
     made = {"margin", "tools", *chain(*COLUMNS.values())} & set(look.rows[0] if look.rows else ())
     out = []
@@ -289,11 +281,8 @@ def histogram(numbers: Sequence[int], bars: int = 8, width: int = 40) -> str:
     for k in range(max(counts) + 1):
         end = max(numbers) if k == max(counts) else low + (k + 1) * step - 1
         label = f"{low + k * step}–{end}" if end > low + k * step else str(end)
-        out.append(
-            f"  {label:>11} "
-            f"{'█' * round(width * counts[k] / longest)}{'▏' if counts[k] and width * counts[k] < longest / 2 else ''} "
-            f"{counts[k]}"
-        )
+        bar = "█" * round(width * counts[k] / longest) or "▏" * bool(counts[k])
+        out.append(f"  {label:>11} {bar} {counts[k]}")
     return "\n".join(out)
 
 # %% ../../nbs/pipeline/data_look.ipynb #b84b50a9
@@ -323,10 +312,8 @@ def row_parts(row: Row, tokenizer: Any) -> list[list[_Part]]:
         steps = (row["completion_ids"][a:b] for a, b in zip(places, places[1:]))
         return [prompt + [(tokenizer.decode(s), _worth(v)) for s, v in zip(steps, row["step_labels"], strict=True)]]
     if "completion_ids" in row:
-        mask = row.get("completion_mask") or [True] * len(row["completion_ids"])
-        return [
-            prompt + _decoded(tokenizer, row["completion_ids"], mask, "loss" if row.get("label", True) else "worse")
-        ]
+        mask, how = row.get("completion_mask") or [True] * len(row["completion_ids"]), _worth(row.get("label", True))
+        return [prompt + _decoded(tokenizer, row["completion_ids"], mask, how)]
     return [prompt]
 
 
@@ -341,7 +328,7 @@ def text_parts(row: Row) -> list[list[_Part]]:
         return [[prompt, *((_said(s) + "\n", _worth(v)) for s, v in zip(row["completions"], row["labels"]))]]
     if "chosen" in row:
         return [[prompt], _turns_said(row["chosen"], "loss"), _turns_said(row["rejected"], "worse")]
-    liked = "loss" if row.get("label", True) else "worse"
+    liked = _worth(row.get("label", True))
     return [[prompt, *(_turns_said(row["completion"], liked) if "completion" in row else [])]]
 
 
@@ -374,13 +361,9 @@ def painted(parts: Sequence[_Part], colours: bool, longest: int = 600) -> Any:
 
 # %% ../../nbs/pipeline/data_look.ipynb #e67ce542
 def print_look(
-    look: FileLook,
-    config: LookConfig,
-    console: Any,
-    tokenizer: Any = None,
-    other: FileLook | None = None,
+    look: FileLook, config: LookConfig, console: Any, tokenizer: Any = None, other: FileLook | None = None,
     rows: int = 10,
-) -> bool:
+) -> bool:  # fmt: skip
     """Print what was seen; says whether training could begin.
 
     Args:
@@ -407,14 +390,10 @@ def print_look(
     _complain(look, say)
     plain = [r["prompt"] for r in look.rows[:20] if isinstance(r.get("prompt"), str)]
     if tokenizer is not None and plain and as_chat(tokenizer, plain) != plain:
-        spoken = speaks_chat(tokenizer, config.data.as_chat)
-        how = (
-            ("go through it as a user's message", "false takes") if spoken else ("are taken as they are", "true sends")
-        )
-        say(
-            f"\nThe model has a chat template: plain prompts {how[0]} (data.as_chat={how[1]} them "
-            f"{'as they are' if spoken else 'through it'})."
-        )
+        spoken = "go through it as a user's message (data.as_chat=false takes them as they are)"
+        bare = "are taken as they are (data.as_chat=true sends them through it)"
+        how = spoken if speaks_chat(tokenizer, config.data.as_chat) else bare
+        say(f"\nThe model has a chat template: plain prompts {how}.")
     ok = not look.wrong and bool(look.rows)
     if look.rows:
         _lengths(look, config.data, tokenizer, say)
@@ -463,12 +442,8 @@ def _complain(look: FileLook, say: Any) -> None:
         if len(look.wrong) > 5:
             say(f"  and {len(look.wrong) - 5} more")
     if look.left_out:
-        why = (
-            "answers with a thumb down are no demonstrations"
-            if look.kind == "sft"
-            else "no two of their answers are rated differently"
-        )
-        say(f"\n{_rows(look.left_out)} left out by training: {why}.")
+        down, same = "answers with a thumb down are no demonstrations", "no two of their answers are rated differently"
+        say(f"\n{_rows(look.left_out)} left out by training: {down if look.kind == 'sft' else same}.")
 
 
 def _parts(row: Row, look: FileLook, data: DataConfig, tokenizer: Any) -> list[list[_Part]]:
@@ -483,19 +458,14 @@ def _parts(row: Row, look: FileLook, data: DataConfig, tokenizer: Any) -> list[l
 def _lengths(look: FileLook, data: DataConfig, tokenizer: Any, say: Any) -> None:
     """Lengths of a file's rows."""
     if tokenizer is None:
-        counts = word_counts(look.rows)
-        say(
-            f"\nLengths in words (--model=MODEL counts tokens): median {sorted(counts)[len(counts) // 2]}, longest "
-            f"{max(counts)}"
-        )
-        say(histogram(counts))
+        counts = sorted(word_counts(look.rows))
+        numbers = f"median {counts[len(counts) // 2]}, longest {counts[-1]}"
+        say(f"\nLengths in words (--model=MODEL counts tokens): {numbers}\n{histogram(counts)}")
         return
     tokens = tokenized(look, tokenizer, data)
     if not tokens:
-        say(
-            "\nNo row is left after tokenizing: all are empty or cut to nothing. data.max_length=NUMBER allows longer "
-            "ones."
-        )
+        allow = "data.max_length=NUMBER allows longer ones."
+        say(f"\nNo row is left after tokenizing: all are empty or cut to nothing. {allow}")
         return
     asked = look.kind == "prompt"
     whole, first = None if asked else data.max_length, data.prompt_limit if asked else data.max_prompt_length
@@ -506,10 +476,8 @@ def _lengths(look: FileLook, data: DataConfig, tokenizer: Any, say: Any) -> None
         kept = "".join(f" model.chat_template={n} keeps a dialogue whole." for n in family_templates(tokenizer))
         say(f"  The chat template rewrites earlier turns: {len(look.rows)} dialogues are a row for each answer.{kept}")
     if len(tokens) < len(look.rows):
-        say(
-            f"  {len(look.rows) - len(tokens)} rows teach nothing (empty, identical or cut to nothing) and would be "
-            "dropped."
-        )
+        why = "teach nothing (empty, identical or cut to nothing) and would be dropped"
+        say(f"  {len(look.rows) - len(tokens)} rows {why}.")
 
 # %% ../../nbs/pipeline/data_look.ipynb #e67ce5b1
 def _judged(look: FileLook, other: FileLook | None, say: Any) -> None:

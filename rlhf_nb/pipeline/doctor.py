@@ -42,10 +42,11 @@ from ..types import Completions
 from ..models.places import resolve
 from ..run.lock import STALE, holder_of
 from ..run.log import RunDir, read_metrics
+from ..run.strategies import UNKNOWN, free_memory
 from ..scale.topology import Budget, Split, job_of, predict_memory, decoder_shape
 from ..train.entries import check_entries
 from ..train.method import tokenize_rows
-from ..train.online import OnlineConfig, rewarded
+from ..train.online_config import OnlineConfig, rewarded
 from ..train.registry import of
 from ..train.stage import with_proxy
 from ..data.rows import in_kind, parts_of, place_of, raw_rows, reading_of
@@ -257,13 +258,8 @@ def estimate_memory(model_config: Any, config: Any, precision: Precision) -> Bud
 # %% ../../nbs/pipeline/doctor.ipynb #cd90ba90
 def free_bytes(device: torch.device) -> float | None:
     """Free bytes where a run would compute; None where nobody can say."""
-    if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0])
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(float(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration, ValueError, IndexError):
-        return None
+    free = free_memory(device)
+    return None if free == UNKNOWN else float(free)
 
 
 def check_memory(need: Budget, free: float | None) -> list[Finding]:
@@ -352,9 +348,8 @@ def for_this_machine(config: Any, resume: bool = False) -> tuple[Any, str]:
             chosen[key], made = value, _with(made, key, value)
     words = " ".join(f"{k}.r={v['r']}" if isinstance(v, dict) else f"{k}={str(v).lower()}" for k, v in chosen.items())
     here = f"{precision.device.type}{'' if free is None else f', {free / 1e9:.1f} GB free'}"
-    return made, f"nothing was said of some sizes, so they are as this machine ({here}) bears them: {words}" * bool(
-        words
-    )
+    said = f"nothing was said of some sizes, so they are as this machine ({here}) bears them: {words}"
+    return made, said if words else ""
 
 
 def completed(kind: str, config: Any, toy: bool, resume: bool = False) -> Any:
@@ -380,7 +375,6 @@ def cost_here(config: Any) -> list[str]:
         config: of a training run; without data, rows count as long as they may be. What isn't said in it is chosen
             for this machine.
     """
-    precision = decide_precision(config.device, config.precision)
     config, chosen = for_this_machine(config)
     try:
         start = load_start(config.model)
@@ -392,9 +386,8 @@ def cost_here(config: Any) -> list[str]:
     except RlhfError:  # no such model or data on this machine: planned for another one
         return []
     said = [f"{chosen[0].upper()}{chosen[1:]}."] if chosen and found else []
-    return said + [
-        line for f in found for line in (f"On this machine ({precision.device}): {f.what}.", *f.fix.splitlines())
-    ]
+    here = f"On this machine ({precision.device})"
+    return said + [line for f in found for line in (f"{here}: {f.what}.", *f.fix.splitlines())]
 
 
 def plan_for(
@@ -468,16 +461,13 @@ def check_loading(config: Any, precision: Precision) -> list[Finding]:
     model, out = config.model, list[Finding]()
     bits, kernel = model.lora is not None and model.lora.quantize_4bit, model.attn_implementation
     if model_world(model.name_or_path):
-        left = [f"model.lora.quantize_4bit={bits}".lower()] * bits + [f"model.attn_implementation={kernel}"] * (
-            kernel != "sdpa"
-        )
+        left = ["model.lora.quantize_4bit=true"] * bits + [f"model.attn_implementation={kernel}"] * (kernel != "sdpa")
         return [finding("no_effect", keys=" and ".join(left))] if left else []
     if bits:
         with _found(out, "training can't start"):
             quantization_of(model, precision)
-    if kernel == "flash_attention_2" and (
-        precision.device.type != "cuda" or not importlib.util.find_spec("flash_attn")
-    ):
+    there = precision.device.type == "cuda" and importlib.util.find_spec("flash_attn")
+    if kernel == "flash_attention_2" and not there:
         out.append(finding("flash", kernel=kernel, device=precision.device.type))
     return out
 
@@ -517,10 +507,8 @@ def check_judgements(rows: list[Row], kind: RowKind) -> list[Finding]:
     for what, told in _tellers(rows, kind).items():
         right = max(told.count(True), told.count(False)) / max(1, len(told))
         if len(told) >= 50 and right >= _DECIDES:
-            fix = "mix in pairs in which it is the other way round; dpo: loss=simpo evens lengths out" * (
-                what == "the length"
-            )
-            fix = fix or "take answers of one source for both sides"
+            even = "mix in pairs in which it is the other way round; dpo: loss=simpo evens lengths out"
+            fix = even if what == "the length" else "take answers of one source for both sides"
             out.append(finding("decides", what=what, share=right, n=len(told), fix=fix))
     return out
 
@@ -535,9 +523,8 @@ def _tellers(rows: list[Row], kind: RowKind) -> dict[str, list[bool]]:
             counts = Counter(side for pair in both for side in pair).most_common(20)
             if isinstance(rows[0].get(f"chosen_{name}"), str) and len(counts) < 20:
                 for value, _ in counts:
-                    out[f"chosen or rejected_{name} = {value!r}"] = [
-                        a == value for a, b in both if (a == value) != (b == value)
-                    ]
+                    told = [a == value for a, b in both if (a == value) != (b == value)]
+                    out[f"chosen or rejected_{name} = {value!r}"] = told
         return out
     middle = statistics.median(len(prompt_text(r["completion"])) for r in rows)
     out = {"the length": [(len(prompt_text(r["completion"])) > middle) == r["label"] for r in rows]}

@@ -106,15 +106,11 @@ def _check_changes(old: Any, new: Any) -> list[str]:
     Raises:
         RunError: it changes what parent and fork must share.
     """
-    changes = [
-        c
-        for c in config_changes(plain_json(old.to_dict()), plain_json(new.to_dict()))
-        if not c.startswith("output_dir")
-    ]
-    for change in changes:
-        group = change.partition(":")[0].partition(".")[0]
-        if group in SHARED:
-            raise RunError(f"a fork can't change {change.partition(':')[0]}: {SHARED[group]}. Begin a new run instead.")
+    told = config_changes(plain_json(old.to_dict()), plain_json(new.to_dict()))
+    changes = [c for c in told if not c.startswith("output_dir")]
+    for key in (c.partition(":")[0] for c in changes):
+        if why := SHARED.get(key.partition(".")[0]):
+            raise RunError(f"a fork can't change {key}: {why}. Begin a new run instead.")
     return changes
 
 # %% ../../nbs/pipeline/fork.ipynb #f0690009

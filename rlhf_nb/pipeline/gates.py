@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 from pydantic import Field, model_validator
 from rich.console import RenderableType
 from rich.table import Table
@@ -37,11 +36,7 @@ class Rule(StrictConfig):
     """A bound on a number that a stage measured."""
 
     metric: str = Field(
-        min_length=1,
-        description=(
-            "of the stage's evaluation: eval/accuracy, eval/loss, ...; or one that the gate adds: length, "
-            "kl, win_rate_NAME"
-        ),
+        min_length=1, description="of the stage's evaluation (eval/loss, ...), or the gate's: length, kl, win_rate_NAME"
     )
     at_least: float | None = option(None, "not below this")
     at_most: float | None = option(None, "not above this")
@@ -66,11 +61,7 @@ class GatesConfig(StrictConfig):
     length_factor: float | None = option(3.0, "mean length may change by this factor; null: any", gt=1)
     finished_drop: float | None = option(0.1, "share of ended answers may fall by this; null: any", ge=0, le=1)
     keeps: dict[str, float] = Field(
-        default_factory=dict,
-        description=(
-            "suites (a name, or a YAML file with rows) of whose mean score a policy may lose at most so "
-            "much: {facts: 0.05}"
-        ),
+        default_factory=dict, description="suites, and how much of their mean score may be lost: {facts: 0.05}"
     )
     rules: dict[str, list[Rule]] = Field(default_factory=dict, description="further bounds by stage")
     on_failure: Literal["stop", "go_back"] = option("stop", "stop: an error; go_back: end with the best model before")
@@ -153,10 +144,8 @@ def check_reward_model(metrics: Mapping[str, float], gates: GatesConfig) -> list
         return [Check("accuracy", False, says)]
     error = 0.0 if math.isnan(error) else error
     low, asked = accuracy - _Z * error, gates.reward_accuracy
-    says = (
-        f"it orders {accuracy:.1%} of held-out pairs rightly, {low:.1%} at the lower end; at least {asked:.1%} is asked"
-    )
-    out = [Check("accuracy", low >= asked, says)]
+    says = f"it orders {accuracy:.1%} of held-out pairs rightly, {low:.1%} at the lower end"
+    out = [Check("accuracy", low >= asked, f"{says}; at least {asked:.1%} is asked")]
     for key, words in (("words_accuracy", "a bag of words"), ("shorter_accuracy", "choosing the shorter answer")):
         other = metrics.get(f"eval/{key}", math.nan)
         if not math.isnan(other):
@@ -262,20 +251,21 @@ def verdict_table(verdicts: Sequence[Verdict], final: str = "") -> RenderableTyp
         verdicts: in their order.
         final: the model that the pipeline ends with.
     """
-    table = Table(
-        title="What the gates say",
-        title_justify="left",
-        caption=Text(printable(f"Model: {final}")) if final else None,
-        caption_justify="left",
-    )
+    caption = Text(printable(f"Model: {final}")) if final else None
+    table = Table(title="What the gates say", title_justify="left", caption=caption, caption_justify="left")
     for name in ("stage", "check", "", "what was seen"):
         table.add_column(name)
+    for stage, check in _by_stage(verdicts):
+        mark = Text("passed", style="green") if check.passed else Text("FAILED", style="bold red")
+        table.add_row(Text(printable(stage)), check.name, mark, Text(printable(check.says)))
+    return table
+
+
+def _by_stage(verdicts: Sequence[Verdict]) -> Iterator[tuple[str, Check]]:
+    """All checks in their order; a verdict's first one with the stage, and the candidate if it isn't the first."""
     for v in verdicts:
         stage = v.stage + (f" (candidate {v.attempt}: {settings_text(v.settings)})" if v.attempt else "")
-        for i, check in enumerate(v.checks):
-            mark = Text("passed", style="green") if check.passed else Text("FAILED", style="bold red")
-            table.add_row(Text(printable(stage if i == 0 else "")), check.name, mark, Text(printable(check.says)))
-    return table
+        yield from zip((stage, *[""] * len(v.checks)), v.checks)
 
 
 def settings_text(settings: Mapping[str, Any]) -> str:
@@ -290,15 +280,11 @@ def verdict_page(verdicts: Sequence[Verdict], final: str = "") -> str:
         verdicts: in their order.
         final: the model that the pipeline ends with.
     """
-    rows = []
-    for v in verdicts:
-        stage = v.stage + (f" (candidate {v.attempt}: {settings_text(v.settings)})" if v.attempt else "")
-        for i, check in enumerate(v.checks):
-            word = "passed" if check.passed else "<b>FAILED</b>"
-            rows.append(
-                f"<tr><td>{escape(stage if i == 0 else '')}</td><td "
-                f'class="t">{escape(check.name)}</td><td>{word}</td><td class="t">{escape(check.says)}</td></tr>'
-            )
+    rows = [
+        f'<tr><td>{escape(stage)}</td><td class="t">{escape(check.name)}</td>'
+        f'<td>{"passed" if check.passed else "<b>FAILED</b>"}</td><td class="t">{escape(check.says)}</td></tr>'
+        for stage, check in _by_stage(verdicts)
+    ]
     failed = [v for v in verdicts if not v.passed]
     said = f"{len(verdicts)} attempts, {len(failed)} refused." + (f" The model is {escape(final)}." if final else "")
     body = (

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core import RunError, suggest
+from ..core import RunError, did_you_mean
 from ..run.log import RunDir, read_metrics
 from ..run.overopt import GoldCurve, GoldFit
 from ..widgets.charts import Curve, Mark, Panel, to_png
@@ -36,10 +36,8 @@ def measured(folder: str | Path, gold: str | None = None) -> GoldCurve:
         if event.get("type") in ("step", "eval"):
             points.take(event)
     if math.isnan(points.kl):
-        raise RunError(
-            f"{folder} has no objective/kl, so there is no distance to draw gold over: it belongs to methods that draw "
-            "answers and keep a reference."
-        )
+        where = "it belongs to methods that draw answers and keep a reference"
+        raise RunError(f"{folder} has no objective/kl, so there is no distance to draw gold over: {where}.")
     return points
 
 
@@ -98,12 +96,9 @@ def overopt(run: Path, gold: str | None = None, say: Callable[[str], None] = pri
     """
     points = measured(run, gold)
     if not points.points:
-        near = suggest(gold, {k for e in read_metrics(run) for k in e}) if gold else None
-        hint = f" Did you mean {near}?" if near else ""
-        raise RunError(
-            f"{run} measures no gold reward ({gold or 'rewards/gold, eval/gold'}).{hint} Name one with --gold, or "
-            "measure one: watch or eval.metrics in the run's settings."
-        )
+        other = "Name one with --gold, or measure one: watch or eval.metrics in the run's settings."
+        hint = did_you_mean(gold or "", {k for e in read_metrics(run) for k in e}, other)
+        raise RunError(f"{run} measures no gold reward ({gold or 'rewards/gold, eval/gold'}). {hint}")
     kl, values = [k for k, _ in points.points], [g for _, g in points.points]
     picture = overopt_picture(kl, values, points.fit(), points.gold or "gold")
     say(f"{len(values)} points. {picture.says}\nPicture: {_saved(picture, run, 'overoptimisation.png')}")

@@ -139,18 +139,10 @@ def step_sentence(event: dict[str, Any], total: int, left: float) -> str:
         total: steps of the run.
         left: seconds that the rest will take.
     """
-    rest = (
-        "done"
-        if event["step"] >= total
-        else f"about {left / 60:.0f} min to go"
-        if left >= 60
-        else "less than a minute to go"
-    )
-    length = event["completions/mean_length"]
-    return (
-        f"  step {event['step']:>2} of {total}: {event['reward']:>4.0%} of the answers are right, "
-        f"{length:.0f} tokens each ({rest})"
-    )
+    minutes = f"about {left / 60:.0f} min" if left >= 60 else "less than a minute"
+    rest, length = "done" if event["step"] >= total else f"{minutes} to go", event["completions/mean_length"]
+    right = f"{event['reward']:>4.0%} of the answers are right, {length:.0f} tokens each"
+    return f"  step {event['step']:>2} of {total}: {right} ({rest})"
 
 # %% ../../nbs/pipeline/real.ipynb #cbd82436
 def answers_side_by_side(rows: Sequence[dict[str, Any]]) -> Table:
@@ -249,14 +241,8 @@ def real_demo(
     began = time.perf_counter()
     trainer = GRPOTrainer(config, eval_rows=[], callbacks=[Story(say)])
     group, gpu = config.num_generations, "'s GPU" if trainer.engine.device.type == "cuda" else ", without a GPU"
-    told = {
-        "questions": questions,
-        "question": example,
-        "prompts": config.rollout_batch_size // group,
-        "group": group,
-        "steps": config.steps,
-    }
-    say(_WELCOME.format(**told, gpu=gpu))
+    told = {"questions": questions, "question": example, "group": group, "steps": config.steps, "gpu": gpu}
+    say(_WELCOME.format(**told, prompts=config.rollout_batch_size // group))
     say("1. Before")
     first = ask(trainer, questions)
     say(f"  {score_of(first)}\n\n2. Training")
@@ -272,18 +258,11 @@ def real_demo(
     peak = max([resident_mb(), *history.series("perf/rss_mb")]) * 2**20 / 1e9
     found = Shown(score_of(first), score_of(last), round(time.perf_counter() - began, 1), round(peak, 1), rows)
     every = before_after(first, last, "right", n=questions, pick="first")
-    numbers = {
-        "before": found.before._asdict(),
-        "after": found.after._asdict(),
-        "seconds": found.seconds,
-        "peak_gb": found.peak_gb,
-    }
-    write_json(path / "results.json", numbers | {"answers": every})
+    scores = {"before": found.before._asdict(), "after": found.after._asdict()}
+    write_json(path / "results.json", scores | {"seconds": found.seconds, "peak_gb": found.peak_gb, "answers": every})
     say(f"  {found.after}\n")
     show(answers_side_by_side(rows))
     say(f"\nHeld-out questions: {found.before} before, {found.after} after {config.steps} steps.")
-    say(
-        f"{found.seconds / 60:.1f} minutes, {found.peak_gb:.1f} GB of "
-        f"memory.\n\n{_NEXT.format(path=path, me=me, question=example)}"
-    )
+    say(f"{found.seconds / 60:.1f} minutes, {found.peak_gb:.1f} GB of memory.\n")
+    say(_NEXT.format(path=path, me=me, question=example))
     return found

@@ -46,10 +46,8 @@ def _answers(sample: dict[str, Any]) -> Panel:
 def _policies(policies: dict[str, dict[str, float]]) -> Table:
     """Gold, proxy, KL and wins per policy."""
     judges = [k for k in ("gold", "proxy") if any(k in p for p in policies.values())]
-    title = (
-        f"Answers to held-out prompts (mean ± standard deviation)\nKL and wins, by {judges[0]}, are against "
-        "the SFT model"
-    )
+    against = f"KL and wins, by {judges[0]}, are against the SFT model"
+    title = f"Answers to held-out prompts (mean ± standard deviation)\n{against}"
     table = Table(title=title, title_justify="left", title_style="")
     table.add_column("model")
     for name in [*judges, "KL (nats)", "wins", "tokens"]:
@@ -114,10 +112,8 @@ def show_results(results: dict[str, Any], path: Path) -> None:
     if results["policies"]:
         console.print(_policies(results["policies"]))
     if any("gold" in p for p in results["policies"].values()):
-        console.print(
-            "gold: what an answer is really worth, by a judge that no model ever sees. proxy: what the reward model "
-            "believes."
-        )
+        gold = "gold: what an answer is really worth, by a judge that no model ever sees."
+        console.print(f"{gold} proxy: what the reward model believes.")
     if results.get("gates"):
         console.print(verdict_table([Verdict.from_dict(v) for v in results["gates"]], str(results["final"])))
     scores = results["stages"].get("reward", {})

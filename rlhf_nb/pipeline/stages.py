@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from pydantic.fields import FieldInfo
 
 from ..config import DataConfig, ModelConfig, PathText, SamplingConfig, StrictConfig, TrainConfig, merge, option
-from ..core import ConfigError, DataError, RunError, decide_precision, derive_seed, suggest
+from ..core import ConfigError, DataError, RunError, decide_precision, derive_seed, did_you_mean
 from ..data.formats import ASSISTANT, HUMAN
 from ..data.sources import collate_prompts
 from ..data.templates import train_bpe
@@ -24,23 +24,16 @@ from ..evaluate.policy import PolicyEval, evaluate
 from ..data.worlds import FIRST_WORLD, WORLDS, gold_of, model_world, world_of
 from ..models.load import load_causal_lm, load_tokenizer, save_model
 from rlhf_nb.pipeline.gates import (
-    Check,
-    GatesConfig,
-    Verdict,
-    check_kept,
-    check_policy,
-    check_reward_model,
-    check_stage_rules,
-    settings_text,
+    Check, GatesConfig, Verdict, check_kept, check_policy, check_reward_model, check_stage_rules, settings_text,
     verdict_page,
-)
+)  # fmt: skip
 from ..rewards.base import RewardModelFn
 from ..run.lock import RunLock
 from ..run.log import config_changes
 from ..run.state import clean_saves
 from ..scale.launch import check_launch, launch
 from ..train.method import tokenize_rows
-from ..train.online import OnlineConfig, load_reward, rewarded
+from ..train.online_config import OnlineConfig, load_reward, rewarded
 from ..train.ppo import PPOConfig
 from ..train.rlaif import RLAIFConfig
 from ..train.registry import MethodInfo, get, methods, on_register
@@ -71,10 +64,7 @@ class BaseConfig(StrictConfig):
     def _named(self) -> BaseConfig:
         """A config without its kind builds nothing."""
         if self.architecture is not None and "model_type" not in self.architecture:
-            raise ValueError(
-                "architecture needs a model_type, for example {model_type: qwen2, hidden_size: 256, num_hidden_layers: "
-                "4}."
-            )
+            raise ValueError("architecture needs a model_type: {model_type: qwen2, hidden_size: 256, ...}, say.")
         return self
 
 # %% ../../nbs/pipeline/stages.ipynb #3e3cf651
@@ -99,12 +89,8 @@ class PipelineConfig(StrictConfig):
 
     output_dir: PathText = option("runs/pipeline", "the pipeline's folder; each stage has one inside", min_length=1)
     seed: int = option(0, "of every stage", ge=0)
-    data: PathText | None = option(
-        None, "'toy', a file, a directory or a hub name: for every stage without a data.path"
-    )
-    device: str | None = option(
-        None, "of every stage; null: as each stage says", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$"
-    )
+    data: PathText | None = option(None, "'toy', a file, a folder or a hub name: for each stage without a data.path")
+    device: str | None = option(None, "of every stage; null: as it says", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")
     processes: int = option(1, "that train each stage together, on this machine, started anew for each", ge=1)
     strategy: str = option("ddp", "of several processes: ddp, zero1, zero2, zero3, fsdp2, zero2_offload, zero3_offload")
     eval_prompts: int = option(256, "held-out prompts that every model answers at the end", ge=1)
@@ -166,14 +152,10 @@ class PipelineConfig(StrictConfig):
                 )
         if not self.stages:
             raise ValueError("every stage is null, so there is nothing to do.")
-        named = {f"gates.{key}": getattr(self.gates, key, {}) for key in ("rules", "candidates")}
-        for key, names in named.items():
-            for name in names:
-                if name not in self.stages or name == "base":
-                    raise ValueError(
-                        f"{key} names {name!r}, which is no stage of this pipeline "
-                        f"({', '.join(s for s in self.stages if s != 'base')})."
-                    )
+        stages = [s for s in self.stages if s != "base"]
+        for key in ("rules", "candidates"):
+            for name in (n for n in getattr(self.gates, key, {}) if n not in stages):
+                raise ValueError(f"gates.{key} names {name!r}, no stage of this pipeline ({', '.join(stages)}).")
         return self
 
 # %% ../../nbs/pipeline/stages.ipynb #6440b2b7
@@ -228,9 +210,8 @@ def make_base(config: BaseConfig, data: DataConfig, seed: int = 0) -> tuple[Any,
     options = dict(config.architecture)
     kind = str(options.pop("model_type"))
     if kind not in CONFIG_MAPPING:
-        near = suggest(kind, CONFIG_MAPPING.keys())
-        hint = f" Did you mean {near!r}?" if near else ""
-        raise ConfigError(f"base.architecture.model_type: transformers knows no {kind!r}.{hint}")
+        hint = did_you_mean(kind, CONFIG_MAPPING.keys(), "Its documentation lists those that it knows.")
+        raise ConfigError(f"base.architecture.model_type: transformers knows no {kind!r}. {hint}")
     tokenizer = train_bpe(_texts(load_rows(data, "sft", seed)[0]), config.vocab_size)
     options |= {k: getattr(tokenizer, k) for k in ("pad_token_id", "bos_token_id", "eos_token_id")}
     try:
@@ -349,9 +330,7 @@ class StagePlan:
 
     def attempts(self, stage: str) -> int:
         """How many attempts at a stage its gate has refused, as far as there are candidates for the next."""
-        if self.config.gates is None:
-            return 0
-        return min(self.refused(stage), len(self.config.gates.candidates.get(stage, [])))
+        return min(self.refused(stage), len(self.candidates(stage))) if self.candidates(stage) else 0
 
     def refused(self, stage: str) -> int:
         """How many attempts with the stage's present settings, or with candidates beside them, were refused."""
@@ -546,13 +525,9 @@ class RLHFPipeline:
 
     def _launch(self, stage: str, config: TrainConfig, resume: bool, overwrite: bool) -> StageResult:
         """A stage in fresh processes that are started again when one dies; see `launch`."""
-        begin, marker, device = time.perf_counter(), self.path / stage / "stage.json", getattr(config, "device", "auto")
-        how: dict[str, Any] = {
-            "num_processes": self.config.processes,
-            "strategy": self.config.strategy,
-            "device": device,
-        }
-        launch(config, resume=resume, overwrite=overwrite, say=self.say, **how)
+        begin, marker = time.perf_counter(), self.path / stage / "stage.json"
+        how: dict[str, Any] = {"strategy": self.config.strategy, "device": getattr(config, "device", "auto")}
+        launch(config, num_processes=self.config.processes, resume=resume, overwrite=overwrite, say=self.say, **how)
         done, seconds = read_json(marker), round(time.perf_counter() - begin, 2)
         write_json(marker, done | {"config": lasting(getattr(self.config, stage)), "seconds": seconds})
         return StageResult(stage, self.model_dir(stage), done["metrics"], seconds)
@@ -570,13 +545,9 @@ class RLHFPipeline:
             for name in ("results.json", "gates.json", "gates.html"):
                 (self.path / name).unlink(missing_ok=True)
         elif saved and not resume:
-            raise RunError(
-                (
-                    f"{self.path} already holds a pipeline's run: continue it with --resume, replace it with "
-                    "--overwrite, or choose another output_dir."
-                ),
-                python="In Python: resume=True, overwrite=True.",
-            )
+            held = f"{self.path} already holds a pipeline's run"
+            choose = "continue it with --resume, replace it with --overwrite, or choose another output_dir."
+            raise RunError(f"{held}: {choose}", python="In Python: resume=True, overwrite=True.")
         for stage in self.stages:
             if not (done := self.finished(stage)):
                 continue
@@ -608,9 +579,7 @@ class RLHFPipeline:
             KeyboardInterrupt: it was interrupted; a checkpoint was left.
         """
         if unsaid := self.config.unsaid():
-            raise ConfigError(
-                f"{' and '.join(unsaid)} must be set ('toy' for the toy world) before the first stage begins."
-            )
+            raise ConfigError(f"{' and '.join(unsaid)} must be set ('toy': toy world) before the first stage begins.")
         if self.config.gates is not None:
             self.config.gates.check_suites()
         with RunLock(self.path):
@@ -733,14 +702,12 @@ def collect_results(plan: StagePlan, judged: dict[str, PolicyEval]) -> dict[str,
     stages = {stage: {"seconds": d.get("seconds"), **d.get("metrics", {})} for stage, d in done.items()}
     policies = {name: p.summary(judged.get("sft") if name != "sft" else None) for name, p in judged.items()}
     prompts = next((policy.prompts for policy in judged.values()), [])
-    samples = [
-        {"prompt": prompts[i], **{name: policy.texts[i] for name, policy in judged.items() if name != "base"}}
-        for i in spread_out(prompts, plan.config.questions)
-    ]
-    gates = (
-        {"gates": [v.to_dict() for v in plan.verdicts], "final": str(plan.final_model())} if plan.config.gates else {}
-    )
-    return {"stages": stages, "policies": policies, "samples": samples, **gates}
+    said, shown = {k: v.texts for k, v in judged.items() if k != "base"}, spread_out(prompts, plan.config.questions)
+    samples = [{"prompt": prompts[i], **{name: texts[i] for name, texts in said.items()}} for i in shown]
+    found = {"stages": stages, "policies": policies, "samples": samples}
+    if plan.config.gates:
+        found |= {"gates": [v.to_dict() for v in plan.verdicts], "final": str(plan.final_model())}
+    return found
 
 
 def spread_out(prompts: Sequence[Any], n: int) -> list[int]:

@@ -41,7 +41,7 @@ from ..untrusted import json_value
 from ..widgets.html import shown_table
 
 # %% auto #0
-__all__ = ['METRICS', 'Search', 'is_made', 'metrics_of', 'questions_of', 'device_for', 'serve_job', 'nested', 'Swept',
+__all__ = ['METRICS', 'Search', 'Keep', 'is_made', 'metrics_of', 'questions_of', 'device_for', 'serve_job', 'nested', 'Swept',
            'check_candidates', 'sweep', 'summary', 'SweepConfig', 'read_sweep', 'sweep_table', 'winners_lines']
 
 # %% ../../nbs/pipeline/sweep.ipynb #s6940014
@@ -368,14 +368,14 @@ class _Sweep:
 
 
 Search = Literal["grid", "random"]
+Keep = Literal["winner", "models", "all"]
 
 # %% ../../nbs/pipeline/sweep.ipynb #s69400d7
 def sweep(
     base: Any, over: Mapping[str, Sequence[Any] | Range] | Sequence[Candidate], to: str | Path, *,
     search: Search = "grid", trials: int | None = None, seeds: int | Sequence[int] = 3, metric: str | None = None,
     minimize: bool | None = None, processes: int = 1, level: float = 0.95,
-    keep: Literal["winner", "models", "all"] = "winner", overwrite: bool = False,
-    say: Callable[[str], None] | None = None,
+    keep: Keep = "winner", overwrite: bool = False, say: Callable[[str], None] | None = None,
 ) -> Swept:  # fmt: skip
     """Try settings of a method on the same seeds and data; goes on where an earlier call was cut off.
 
@@ -401,9 +401,7 @@ def sweep(
     folder, told = Path(to), say or (lambda text: None)
     numbers = [base.seed + i for i in range(seeds)] if isinstance(seeds, int) else list(dict.fromkeys(seeds))
     if not numbers or processes < 1:
-        raise ConfigError(
-            f"a sweep needs at least one seed (got {len(numbers)}) and one process or more ({processes})."
-        )
+        raise ConfigError(f"a sweep needs at least one seed (got {len(numbers)}) and one process (got {processes}).")
     candidates = _plan(over, search, trials, base.seed)
     check_candidates(base, candidates)
     with RunLock(folder):
@@ -444,11 +442,8 @@ def _plan(over: Any, search: str, trials: int | None, seed: int) -> list[Candida
     listed = not isinstance(over, Mapping)
     empty = [] if listed else [k for k, v in over.items() if not isinstance(v, Range) and not len(v)]
     if empty or not over:
-        raise ConfigError(
-            f"{empty[0]} has no values to try."
-            if empty
-            else "nothing to try: name a setting with several values, such as kl_coef=0.05,0.1."
-        )
+        none = "nothing to try: name a setting with several values, such as kl_coef=0.05,0.1."
+        raise ConfigError(f"{empty[0]} has no values to try." if empty else none)
     if search == "random":
         if trials is None or listed:
             raise ConfigError("how many candidates shall be drawn? Add --trials 20 (trials: 20).")
@@ -465,20 +460,14 @@ def _notes(made: Swept, seeds: int, asked: bool) -> list[str]:
     if seeds < 2:
         out.append("One seed: no difference can be called real. Add seeds; what was run stays.")
     elif seeds < 4 and not asked:
-        out.append(
-            f"{seeds} seeds, and {made.metric} keeps no score of each question: no difference can be called real below "
-            "four seeds. Add seeds, or compare an evaluation (eval.metrics)."
-        )
+        unknown = f"{seeds} seeds, and {made.metric} keeps no score of each question: no difference can be called real"
+        out.append(f"{unknown} below four seeds. Add seeds, or compare an evaluation (eval.metrics).")
     elif rivals:
         needed = [n for s in rivals if (n := seeds_needed(s, pairs, made.level))]
-        more = (
-            f" About {max(needed)} seeds would tell them apart, if the differences are as large as they look."
-            if len(needed) == len(rivals) and max(needed) > seeds
-            else ""
-        )
-        out.append(
-            f"With {seeds} seeds {len(rivals)} of {len(made.table) - 1} others can't be told apart from the best.{more}"
-        )
+        others = f"{len(rivals)} of {len(made.table) - 1} others"
+        out.append(f"With {seeds} seeds {others} can't be told apart from the best.")
+        if len(needed) == len(rivals) and max(needed) > seeds:
+            out[0] += f" About {max(needed)} seeds would tell them apart, if the differences are as large as they look."
     if made.metric in ("objective/scores", "reward", "eval/reward", "loss"):
         out.append(
             f"{made.metric} is what the runs themselves pursue: the winner may only have pursued it best. Measure what "
@@ -517,9 +506,7 @@ class SweepConfig(StrictConfig):
     minimize: bool | None = option(None, "smaller is better; null: as the metric's name says")
     processes: int = option(1, "runs at the same time", ge=1)
     level: float = option(0.95, "of intervals, and of what counts as real", ge=0.5, lt=1)
-    keep: Literal["winner", "models", "all"] = option(
-        "winner", "what stays of finished runs: its models | all models | checkpoints too"
-    )
+    keep: Keep = option("winner", "what stays of finished runs: its models | all models | checkpoints too")
     output_dir: PathText | None = option(None, "the sweep's folder; null: runs/sweep/METHOD")
 
     def tried(self) -> list[Candidate] | dict[str, list[Any] | Range]:
@@ -573,9 +560,8 @@ def read_sweep(what: str, words: Sequence[str], **typed: Any) -> SweepConfig:
         raise ConfigError(f"the file lists its candidates, so {next(iter(over))} can't be tried beside them.")
     tried = {k: v for k, v in {**config.over, **over}.items() if k not in fixed}
     held = {k: v for k, v in config.settings.items() if k not in over} | fixed
-    return SweepConfig.model_validate(
-        {**config.model_dump(exclude_unset=True), "over": tried, "settings": held, **typed}
-    )
+    said = config.model_dump(exclude_unset=True)
+    return SweepConfig.model_validate({**said, "over": tried, "settings": held, **typed})
 
 # %% ../../nbs/pipeline/sweep.ipynb #s9220011
 def sweep_table(made: Swept) -> Table:
@@ -589,19 +575,16 @@ def sweep_table(made: Swept) -> Table:
         mean, b = "–" if s.mean is None else f"{s.mean.value:.4g}", s.behind
         row = {"candidate": name_of(s.candidate), "mean": mean, "behind": "–" if b is None else f"{b.value:.3g}"}
         row[f"{made.level:.0%} interval"] = "–" if b is None or b.n < 2 else f"{b.low:.2g} to {b.high:.2g}"
-        rows.append(
-            row | {"p, Holm": "–" if b is None else f"{s.p_holm:.2g}", "": "failed" if s.failed else s.says(made.level)}
-        )
+        row["p, Holm"] = "–" if b is None else f"{s.p_holm:.2g}"
+        rows.append(row | {"": "failed" if s.failed else s.says(made.level)})
     way = "smaller is better" if made.minimize else "larger is better"
     return shown_table(rows, f"{made.method}: {made.metric} ({way})", ("", "candidate"))
 
 
 def winners_lines(made: Swept, program: str = "rlhf-nb") -> str:
     """Notes, the winner, and how to train with its settings."""
+    best = made.folder / "best.yaml"
     lines = [f"{name_of(s.candidate)} failed: {s.failed}" for s in made.table if s.failed]
     lines += [*made.notes, f"Winner: {name_of(made.best)}"]
-    lines.append(
-        f"Its settings: {made.folder / 'best.yaml'}. To train with them: {program} {made.method} --config "
-        f"{made.folder / 'best.yaml'}"
-    )
+    lines.append(f"Its settings: {best}. To train with them: {program} {made.method} --config {best}")
     return "\n".join(lines)

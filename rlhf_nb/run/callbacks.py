@@ -21,13 +21,13 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress as RichProgress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ..core import ConfigError, RunError, printable, suggest
+from ..core import ConfigError, RunError, did_you_mean, printable
 from .engine import Engine
 from .log import EventLog, History, RunDir
 
 # %% auto #0
 __all__ = ['Flags', 'RunView', 'Callback', 'Callbacks', 'EarlyStop', 'BudgetStop', 'SampleLog', 'short_number', 'pick_columns',
-           'where_time_goes', 'step_line', 'steps_table', 'Progress', 'Trackers']
+           'where_time_goes', 'step_line', 'eval_line', 'steps_table', 'Progress', 'Trackers']
 
 # %% ../../nbs/run/callbacks.ipynb #7b4e7a54
 @dataclass
@@ -124,12 +124,9 @@ class Callbacks:
                     flags = flags | asked
             except Exception as error:
                 self.active.remove(callback)
-                what = (
-                    f"{type(callback).__name__}.{name} raised {type(error).__name__}: {error}; it is "
-                    "switched off, the run goes on"
-                )
+                what = f"{type(callback).__name__}.{name} raised {type(error).__name__}: {error}"
                 with suppress(RunError):  # a full disk has been reported already
-                    run.event("warning", message=what)
+                    run.event("warning", message=f"{what}; it is switched off, the run goes on")
         return flags
 
 # %% ../../nbs/run/callbacks.ipynb #cb1bbc78
@@ -170,9 +167,8 @@ class EarlyStop(Callback):
             return
         self.seen = True
         known = [k for k, v in event.items() if isinstance(v, float)]
-        near = suggest(self.metric, known)
-        hint = f"did you mean {near!r}?" if near else f"there are {', '.join(known[:12])}"
-        message = f"stop_on: no event has the metric {self.metric!r}, so this never stops the run; {hint}"
+        hint = did_you_mean(self.metric, known, f"There are {', '.join(known[:12])}.")
+        message = f"stop_on: no event has the metric {self.metric!r}, so this never stops the run. {hint}"
         run.event("warning", message=message)
         if run.engine.is_main:
             warnings.warn(message, stacklevel=2)
@@ -189,20 +185,17 @@ class EarlyStop(Callback):
         self.waited += 1
         if self.waited < self.patience:
             return None
-        return Flags(
-            stop=True, reason=f"{self.metric} has not improved on {self.sign * self.best:.4g} for {self.waited} looks"
-        )
+        best = self.sign * self.best
+        return Flags(stop=True, reason=f"{self.metric} has not improved on {best:.4g} for {self.waited} looks")
 
-    def on_start(self, run: RunView) -> Flags | None:
+    def on_start(self, run: RunView) -> None:
         if self.restored:  # the checkpoint knew
             self.restored = False
-            return None
+            return
         self.best, self.waited, self.seen = math.inf, 0, False
-        for event in sorted(
-            [*run.history, *run.history.evals], key=lambda e: int(e.get("step", 0))
-        ):  # a step before its evaluation
+        events = [*run.history, *run.history.evals]
+        for event in sorted(events, key=lambda e: int(e.get("step", 0))):  # a step before its evaluation
             self._look(event)
-        return None
 
     def on_step(self, run: RunView, event: dict[str, Any]) -> Flags | None:
         if not self.metric.startswith("eval/"):
@@ -234,11 +227,8 @@ class BudgetStop(Callback):
             return None
         if not self.warned:
             self.warned = True
-            share = f"{value:.3g} of {self.limit:.3g}"
-            run.event(
-                "warning",
-                message=f"{self.metric} has used {share} of its budget; beyond it the reward is not to be trusted",
-            )
+            used = f"{self.metric} has used {value:.3g} of {self.limit:.3g} of its budget"
+            run.event("warning", message=f"{used}; beyond it the reward is not to be trusted")
         if value >= self.limit and self.stop:
             return Flags(stop=True, reason=f"{self.metric} reached its budget: {value:.3g} of {self.limit:.3g}")
         return None
@@ -247,7 +237,7 @@ class BudgetStop(Callback):
 class SampleLog(Callback):
     """Writes `method.samples()` to `samples.jsonl` after each step that has some."""
 
-    def on_step(self, run: RunView, event: dict[str, Any]) -> Flags | None:
+    def on_step(self, run: RunView, event: dict[str, Any]) -> None:
         rows = run.method.samples() if run.engine.is_main else []
         if rows:
             log = EventLog(run.run_dir.samples_path)
@@ -256,7 +246,6 @@ class SampleLog(Callback):
                     log.append("sample", run.step, **row)
             finally:
                 log.close()
-        return None
 
 # %% ../../nbs/run/callbacks.ipynb #20132a06
 _PREFERRED = (
@@ -302,6 +291,12 @@ def step_line(event: dict[str, Any], total: int | None = None, columns: Sequence
     return printable("  ".join([*parts, *filter(None, [where_time_goes(event)])]))
 
 
+def eval_line(step: int, metrics: dict[str, Any], most: int = 6) -> str:
+    """An evaluation in one line: its step and the first numbers."""
+    shown = [f"{k} {short_number(v)}" for k, v in metrics.items() if isinstance(v, int | float)]
+    return printable(f"eval at step {step}  {'  '.join(shown[:most])}")
+
+
 def steps_table(run: RunView, events: Sequence[dict[str, Any]]) -> Table:
     """The last logged steps."""
     table = Table(box=None, pad_edge=False)
@@ -331,7 +326,7 @@ class Progress(Callback):
         self.events: list[dict[str, Any]] = []
         self.drawn = 0.0
 
-    def on_start(self, run: RunView) -> Flags | None:
+    def on_start(self, run: RunView) -> None:
         self.events = []
         if run.engine.is_main and self.console.is_terminal:
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -339,11 +334,10 @@ class Progress(Callback):
             self.task = self.bar.add_task(run.method.name, total=run.total_steps, completed=run.step)
             self.live = Live(self.bar, console=self.console, auto_refresh=False, transient=False)
             self.live.start()
-        return None
 
-    def on_step(self, run: RunView, event: dict[str, Any]) -> Flags | None:
+    def on_step(self, run: RunView, event: dict[str, Any]) -> None:
         if not run.engine.is_main:
-            return None
+            return
         due = run.step % max(1, run.config.log_every) == 0 or run.step == run.total_steps
         if due:
             self.events = [*self.events, event][-self.rows :]
@@ -355,27 +349,16 @@ class Progress(Callback):
         elif due:
             line = step_line(event, run.total_steps, run.method.columns)
             self.console.print(line, highlight=False, soft_wrap=True, markup=False)
-        return None
 
-    def on_eval(self, run: RunView, metrics: dict[str, Any]) -> Flags | None:
+    def on_eval(self, run: RunView, metrics: dict[str, Any]) -> None:
         if run.engine.is_main:
-            shown = "  ".join(
-                f"{k} {short_number(v)}" for k, v in list(metrics.items())[:6] if isinstance(v, (int, float))
-            )
-            said = printable(f"eval at step {run.step}  {shown}")
-            self.console.print(said, highlight=False, soft_wrap=True, markup=False)
-        return None
+            self.console.print(eval_line(run.step, metrics), highlight=False, soft_wrap=True, markup=False)
 
-    def on_end(self, run: RunView) -> Flags | None:
+    def on_end(self, run: RunView) -> None:
         if self.live is not None:
             self.live.update(Group(steps_table(run, self.events), self.bar), refresh=True)
             self.live.stop()
             self.live = None
-        return None
-
-# %% ../../nbs/run/callbacks.ipynb #3639eb12
-#| export
-
 
 # %% ../../nbs/run/callbacks.ipynb #aaa69239
 class Trackers(Callback):
@@ -400,9 +383,9 @@ class Trackers(Callback):
                     "extra `trackers`), or leave it out of trackers"
                 )
 
-    def on_start(self, run: RunView) -> Flags | None:
+    def on_start(self, run: RunView) -> None:
         if not run.engine.is_main:
-            return None
+            return
         from accelerate import Accelerator
 
         if "wandb" in self.names and not os.environ.get("WANDB_API_KEY"):
@@ -412,28 +395,22 @@ class Trackers(Callback):
         flat = run.config.flat() if hasattr(run.config, "flat") else {}
         held = {k: v if isinstance(v, int | float | str) else str(v) for k, v in flat.items()}
         self.accelerator.init_trackers(self.project, config=held)
-        return None
 
     def _send(self, run: RunView, values: dict[str, Any]) -> None:
         """Numbers only."""
         if self.accelerator is not None:
-            numbers = {
-                k: v for k, v in values.items() if isinstance(v, (int, float)) and k not in ("time", "rank", "step")
-            }
-            self.accelerator.log(numbers, step=run.step)
+            sent = {k: v for k, v in values.items() if isinstance(v, int | float) and k not in ("time", "rank", "step")}
+            self.accelerator.log(sent, step=run.step)
 
-    def on_step(self, run: RunView, event: dict[str, Any]) -> Flags | None:
+    def on_step(self, run: RunView, event: dict[str, Any]) -> None:
         if run.step % max(1, run.config.log_every) == 0:
             self._send(run, event)
-        return None
 
-    def on_eval(self, run: RunView, metrics: dict[str, Any]) -> Flags | None:
+    def on_eval(self, run: RunView, metrics: dict[str, Any]) -> None:
         self._send(run, metrics)
-        return None
 
-    def on_end(self, run: RunView) -> Flags | None:
+    def on_end(self, run: RunView) -> None:
         if self.accelerator is not None:
             # not end_training(): it also parts the ranks, and this run may not be the last that needs them
             for tracker in self.accelerator.trackers:
                 tracker.finish()
-        return None

@@ -133,17 +133,9 @@ _SHARD = re.compile(r"(model|optimizer|rank)-(\d{5})-of-(\d{5})")
 
 
 def save_checkpoint(
-    root: str | Path,
-    step: int,
-    tensors: Tensors,
-    meta: dict[str, Any],
-    keep: int = 2,
-    part: Part | None = None,
-    patience: float = PATIENCE,
-    ending: threading.Event | None = None,
-    best: int | None = None,
-    failed: bool = False,
-) -> Path:
+    root: str | Path, step: int, tensors: Tensors, meta: dict[str, Any], keep: int = 2, part: Part | None = None,
+    patience: float = PATIENCE, ending: threading.Event | None = None, best: int | None = None, failed: bool = False,
+) -> Path:  # fmt: skip
     """Write `root/step-<step>` atomically and delete all but the newest `keep`.
 
     Args:

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ..core import RunError, stop_from_handler, suggest
+from ..core import RunError, did_you_mean, stop_from_handler
 from ..files import open_regular
 from .callbacks import Flags
 from .log import REQUESTS, ControlRequests
@@ -249,9 +249,8 @@ class RunControl:
         controls = self.controls()
         control = controls.get(key) if isinstance(key, str) else None
         if control is None:
-            near = suggest(str(key), controls)
-            hint = f"did you mean {near!r}?" if near else f"this run can set {', '.join(sorted(controls))}"
-            return {"ok": False, "why": f"{key!r} can't be set: {hint}"}
+            hint = did_you_mean(str(key), controls, f"This run can set {', '.join(sorted(controls))}.")
+            return {"ok": False, "why": f"{key!r} can't be set. {hint}"}
         old = control.get()
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not control.low <= value <= control.high:
             why = f"{key} must be a number from {control.low:g} to {control.high:g}, not {value!r}; it stays {old:g}"
@@ -292,10 +291,8 @@ def start_fork(folder: str | Path, at: int, changes: Mapping[str, Any]) -> Path:
             raise RunError(f"{key} lets foreign code run, which no click may do. In a terminal: rlhf-nb fork")
         number = value is None or (isinstance(value, int | float) and math.isfinite(value))
         if not number or not re.fullmatch(r"[a-z]\w{0,60}(\.[a-z]\w{0,60}){0,5}", key, re.ASCII):
-            raise RunError(
-                f"{key} = {value!r:.80} can't be changed here: a click changes numbers only. In a terminal: rlhf-nb "
-                "fork"
-            )
+            numbers = "a click changes numbers only. In a terminal: rlhf-nb fork"
+            raise RunError(f"{key} = {value!r:.80} can't be changed here: {numbers}")
     log = Path(folder).resolve() / f"fork-{int(at)}.log"
     words = [f"{key}={json.dumps(value)}" for key, value in changes.items()]
     command = [sys.executable, "-m", "rlhf_nb", "fork", str(log.parent), "--at", str(int(at)), *words]

@@ -102,10 +102,8 @@ def asked_strategy(environment: Mapping[str, str] = os.environ) -> str:
         raise ConfigError(f"RLHF_NB_STRATEGY says {own!r} but accelerate's config says {theirs!r}: leave one out.")
     name = own or theirs or ("ddp" if int(environment.get("WORLD_SIZE", "1")) > 1 else "single")
     if name.startswith("zero") and on["ACCELERATE_USE_CPU"]:
-        raise ConfigError(
-            "ACCELERATE_USE_CPU=true switches DeepSpeed off without a word, and each rank would train alone: unset it "
-            "(use_cpu: false)."
-        )
+        alone = "and each rank would train alone: unset it (use_cpu: false)."
+        raise ConfigError(f"ACCELERATE_USE_CPU=true switches DeepSpeed off without a word, {alone}")
     return name
 
 
@@ -125,9 +123,8 @@ def weigh(terms: Terms, counts: Mapping[str, Tensor], device: torch.device) -> T
     """
     if set(terms) - set(counts):
         missing = sorted(set(terms) - set(counts))[0]
-        raise RunError(
-            f"the loss has a term {missing!r} but denominators() gave {sorted(counts)}: each term needs its count"
-        )
+        given = f"denominators() gave {sorted(counts)}"
+        raise RunError(f"the loss has a term {missing!r} but {given}: each term needs its count")
     parts = []
     for name, (term, weight) in terms.items():
         count = sent(counts[name], device)
@@ -362,9 +359,7 @@ class Engine:
         self.strategy = strategy_here(self.precision)
         self.accelerator, self.scaler = self.strategy.accelerator, self.strategy.scaler
         self.device, self.ranks = self.strategy.device, Ranks(self.strategy)
-        self.precision = self.precision._replace(
-            device=self.device
-        )  # models loaded later go to this rank's device, too
+        self.precision = self.precision._replace(device=self.device)  # where models that are loaded later go
         if self.device.type == "cuda" and torch.cuda.is_available():
             torch.cuda.set_device(self.device)  # for what asks for no device by name: messages, statistics, kernels
         self.rank, self.world_size = self.ranks.rank, self.ranks.world_size

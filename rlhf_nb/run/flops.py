@@ -66,10 +66,8 @@ def peak_flops(device: str, dtype: torch.dtype) -> float | None:
         dtype: what products are computed in.
     """
     if device.startswith("cuda"):
-        name = torch.cuda.get_device_name(device)
-        found = next(
-            (speeds for key, speeds in _GPUS.items() if key in name.replace("-", " ").replace("RTX ", "")), None
-        )
+        name = torch.cuda.get_device_name(device).replace("-", " ").replace("RTX ", "")
+        found = next((speeds for key, speeds in _GPUS.items() if key in name), None)
         return None if found is None else 1e12 * found[0 if dtype.itemsize == 2 else 1]
     if device != "cpu":
         return None

@@ -14,7 +14,7 @@ import numpy as np
 from rich.console import Console
 
 from ..core import printable
-from .callbacks import Callback, Flags, RunView
+from .callbacks import Callback, RunView
 from .overopt import _LEAST, Floats, GoldFit, fit_gold
 from ..sequential import ALPHA, LEAST, Fall, fall
 
@@ -35,6 +35,7 @@ class Light:
 
 
 Concern = tuple[str, str] | None  # state and text; None: there is nothing to say
+_Look = Callable[[Known, Mapping[str, Any]], Concern]  # of what is known, and the run's settings
 
 
 def recent(values: Floats, share: float = 0.1) -> float:
@@ -82,10 +83,8 @@ def _gold(known: Known, config: Mapping[str, Any]) -> Concern:
     if not len(gold) and config.get("reward") == "gold":
         return "ok", f"{recent(proxy):.3g}, of gold itself"
     if not len(gold):
-        return (
-            "off",
-            f"{recent(proxy):.3g}; no gold reward is measured, so nothing says that it rises for the right reason",
-        )
+        unseen = "no gold reward is measured, so nothing says that it rises for the right reason"
+        return "off", f"{recent(proxy):.3g}; {unseen}"
     if fell is None or not fell.clear:
         said = "no clear fall" if fell is not None else "too few values to tell a fall from noise"
         return "ok", f"reward {recent(proxy):.3g}, gold {recent(gold):.3g}: {said}"
@@ -94,10 +93,8 @@ def _gold(known: Known, config: Mapping[str, Any]) -> Concern:
     before = proxy[then].mean() if then.any() else np.interp((begin + end) / 2, steps, proxy)
     rose = (proxy[now].mean() if now.any() else proxy[-1]) - before
     span = f"step {begin:,.0f}" if begin == end else f"steps {begin:,.0f} to {end:,.0f}"
-    text = (
-        f"gold fell from {fell.high:.3g} ({span}) to {fell.now:.3g} since, which luck does in at most "
-        f"{ALPHA:.0%} of runs"
-    )
+    luck = f"which luck does in at most {ALPHA:.0%} of runs"
+    text = f"gold fell from {fell.high:.3g} ({span}) to {fell.now:.3g} since, {luck}"
     if rose <= 0:
         return "watch", f"{text}, and the reward with it: lower lr; in code of your own, look for a sign"
     back = _way_back(config.get("checkpoints"), lambda step: float(gold[np.abs(at - step).argsort()[:5]].mean()))
@@ -127,10 +124,8 @@ def _kl(known: Known, config: Mapping[str, Any]) -> Concern:
     if not len(kl):
         return None
     if now > 0.05 and recent(_first(known, "objective/non_score_reward")[2]) > 0:
-        return (
-            "bad",
-            f"{now:.3g} nats per answer are rewarded instead of paid for: a sign is wrong in the price of drift",
-        )
+        paid = f"{now:.3g} nats per answer are rewarded instead of paid for"
+        return "bad", f"{paid}: a sign is wrong in the price of drift"
     if limit is None:
         return "off", f"{now:.3g} nats per answer; no budget is set (kl_budget)"
     text = f"{now:.3g} nats per answer of {limit:.3g} allowed"
@@ -213,22 +208,17 @@ def _start(known: Known, config: Mapping[str, Any]) -> Concern:
     if at[0] == 1 and name == "objective/kl" and len(error) and abs(gap[0]) > 6 * error[0] + 0.05:
         return "watch", f"KL is {gap[0]:.3g} before the first update: {other}"
     if at[0] == 1 and len(chosen) and len(first) and first[0] == 1 and abs(gap[0]) > 0.005:
-        if min(abs(chosen[0]), abs(chosen[0] - gap[0])) < 0.05 * abs(
-            gap[0]
-        ):  # both sides differ where there is no reference
-            return (
-                "bad",
-                f"{name} is {gap[0]:.3g} before the first update, for one side only: the reference's are mixed up",
-            )
+        apart = min(abs(chosen[0]), abs(chosen[0] - gap[0]))  # both sides differ where there is no reference
+        if apart < 0.05 * abs(gap[0]):
+            early = f"{name} is {gap[0]:.3g} before the first update, for one side only"
+            return "bad", f"{early}: the reference's are mixed up"
     later = gap[at > 5 + (config.get("critic_warmup_steps") or 0)]
     if len(later) >= 5 and np.abs(later).max() < 1e-6:
         return "bad", f"{name} is 0 at every step: nothing is learnt, or policy and reference are one model"
     return "ok", "policy and reference part from one start" if at[0] == 1 else "policy and reference differ"
 
 # %% ../../nbs/run/health.ipynb #4de44276
-def _above(
-    key: str, watch: float, bad: float, words: str, advice: str
-) -> Callable[[Known, Mapping[str, Any]], Concern]:
+def _above(key: str, watch: float, bad: float, words: str, advice: str) -> _Look:
     """A light for a share that should be small."""
 
     def look(known: Known, config: Mapping[str, Any]) -> Concern:
@@ -309,10 +299,8 @@ def _learning(known: Known, config: Mapping[str, Any]) -> Concern:
     if found is None or not found.clear or found.high - found.now < 0.05 * abs(found.high):
         return "ok", f"loss {begin:.3g} at first, {recent(loss):.3g} now"
     now, span = max(-found.now, recent(loss)), f"steps {at[found.begin]:,.0f} to {at[found.end - 1]:,.0f}"
-    text, advice = (
-        f"the loss rose from {-found.high:.3g} ({span}) to {now:.3g}",
-        "lower optimizer.lr, or warm up longer",
-    )
+    text = f"the loss rose from {-found.high:.3g} ({span}) to {now:.3g}"
+    advice = "lower optimizer.lr, or warm up longer"
     if now <= begin:
         return "watch", f"{text}: {advice}"
     return "bad", f"{text}, above its beginning ({begin:.3g}): {advice}"
@@ -357,7 +345,7 @@ def _stale(known: Known, config: Mapping[str, Any]) -> Concern:
     return ("ok", text) if share > 0.5 else ("watch" if share > 0.2 else "bad", f"{text}: lower rollouts.lag or lr")
 
 # %% ../../nbs/run/health.ipynb #07bfee79
-CHECKS: dict[str, Callable[[Known, Mapping[str, Any]], Concern]] = {
+CHECKS: dict[str, _Look] = {
     "reward": _gold, "KL": _kl, "KL left": _left, "estimators": _estimators, "start": _start,
     "entropy": _entropy, "value": _value, "length": _length,
     "groups": _above("frac_reward_zero_std", 0.5, 0.85, "of the groups are dead (all answers got the same reward)",
@@ -435,10 +423,9 @@ def lights_told(lights: Iterable[Light]) -> str:
 class LastWord(Callback):
     """Prints the lights of a run when it ends."""
 
-    def on_end(self, run: RunView) -> Flags | None:
+    def on_end(self, run: RunView) -> None:
         if run.engine.is_main and len(run.history):
             config = run.config.model_dump(mode="json") | {k: c.get() for k, c in run.method.controls().items()}
             config["checkpoints"] = _saved(run.run_dir.path)
             told = lights_told(lights_of([*run.history, *run.history.evals], config))
             Console(force_jupyter=False).print(told, highlight=False, soft_wrap=True, markup=False)
-        return None

@@ -85,10 +85,8 @@ class TransformersCallback(Callback):
         state = self.state
         fill_state(state, run)
         state.log_history = run.history
-        things = {
-            "model": getattr(run.method, "model", None),
-            "processing_class": getattr(run.method, "tokenizer", None),
-        }
+        method = run.method
+        things = {"model": getattr(method, "model", None), "processing_class": getattr(method, "tokenizer", None)}
         control, method = self.control, getattr(self.callback, name, None)
         control.should_save = control.should_evaluate = control.should_log = False
         if method is not None:
@@ -99,11 +97,8 @@ class TransformersCallback(Callback):
 
     def on_start(self, run: RunView) -> Flags | None:
         if self.never:
-            what = (
-                f"{type(self.callback).__name__} has {', '.join(self.never)}, which have no counterpart here "
-                "and are never called"
-            )
-            run.event("warning", message=what)
+            what = f"{type(self.callback).__name__} has {', '.join(self.never)}"
+            run.event("warning", message=f"{what}, which have no counterpart here and are never called")
         self.control.should_training_stop = False
         return self._call("on_init_end", run) | self._call("on_train_begin", run)
 
@@ -115,9 +110,7 @@ class TransformersCallback(Callback):
         return flags
 
     def on_eval(self, run: RunView, metrics: dict[str, Any]) -> Flags | None:
-        return self._call(
-            "on_evaluate", run, metrics={**metrics, **{k.replace("/", "_"): v for k, v in metrics.items()}}
-        )
+        return self._call("on_evaluate", run, metrics=metrics | {k.replace("/", "_"): v for k, v in metrics.items()})
 
     def on_save(self, run: RunView, path: Path) -> Flags | None:
         return self._call("on_save", run)

@@ -74,9 +74,8 @@ class Holder(NamedTuple):
         if not self.told:
             return "another process"
         mine = ", this one" if self.here and self.told["pid"] == os.getpid() else ""
-        host = (
-            "this machine" if self.here else "".join(filter(str.isprintable, self.told["machine"].split("/")[0][:60]))
-        )
+        named = "".join(filter(str.isprintable, self.told["machine"].split("/")[0][:60]))
+        host = "this machine" if self.here else named
         begun = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.told["since"]))
         return f"process {self.told['pid']} on {host}{mine} (since {begun})"
 
@@ -209,13 +208,8 @@ class _Claim:
 
     def __init__(self, folder: Path) -> None:
         pid = os.getpid()
-        self.told = {
-            "machine": machine(),
-            "pid": pid,
-            "born": birth(pid),
-            "since": time.time(),
-            "token": uuid.uuid4().hex,
-        }
+        self.told: dict[str, Any] = {"machine": machine(), "pid": pid, "born": birth(pid)}
+        self.told |= {"since": time.time(), "token": uuid.uuid4().hex}
         self.folder, self.pid, self.users, self.lost = folder, pid, 1, ""
         self.made = [p for p in (folder, *folder.parents) if not p.exists()]  # they go with the lock, if they are empty
         self.files, self.thread, self.over = [_take(folder, self.told)], threading.current_thread(), threading.Event()
@@ -296,12 +290,8 @@ class RunLock:
         key, here = os.path.realpath(self.folder), threading.current_thread()
         with _GUARD:
             found = _CLAIMS.get(key)
-            if (
-                found is not None
-                and found.pid == os.getpid()
-                and not found.lost
-                and (found.thread is here or not found.thread.is_alive())
-            ):
+            ours = found is not None and found.pid == os.getpid() and not found.lost
+            if found is not None and ours and (found.thread is here or not found.thread.is_alive()):
                 found.users, found.thread = found.users + 1, here
                 self._hold(found)
         if self._claim is None:

@@ -293,12 +293,8 @@ class ControlRequests:
 
     def done(self, request: dict[str, Any], step: int, ok: bool) -> None:
         """Write down that a request was served."""
-        record = {
-            "served": request["id"],
-            "step": step,
-            "ok": ok,
-            **{k: request.get(k) for k in ("request", "key", "value")},
-        }
+        record = {"served": request["id"], "step": step, "ok": ok}
+        record |= {k: request.get(k) for k in ("request", "key", "value")}
         self.served[str(request["id"])] = record
         append_line(self.path, record)
 
@@ -318,17 +314,11 @@ def _request_of(line: Line, at: int) -> dict[str, Any]:
         return {"id": f"at-{at}", "request": line.head, "problem": line.problem or "no object with a request"}
     found = {k: _short(row[k]) for k in ("served", "id", "request", "key", "value", "step", "ok") if k in row}
     if "served" in found:
-        if (
-            isinstance(found["served"], str)
-            and isinstance(found.get("step"), int)
-            and {"ok", "request"} <= found.keys()
-        ):
+        whole = isinstance(found["served"], str) and isinstance(found.get("step"), int)
+        if whole and {"ok", "request"} <= found.keys():
             return found
-        return {
-            "id": f"at-{at}",
-            "request": line.head,
-            "problem": "says that something was served, but not what and when",
-        }
+        problem = "says that something was served, but not what and when"
+        return {"id": f"at-{at}", "request": line.head, "problem": problem}
     return {**found, "id": found["id"] if isinstance(found.get("id"), str) else f"at-{at}"}
 
 # %% ../../nbs/run/log.ipynb #9bf86bb1
@@ -444,10 +434,7 @@ class RunDir:
                 for folder in (self.checkpoints, self.rolled_back):
                     shutil.rmtree(folder, ignore_errors=True)
                 changes = []
-            for path in (
-                *logs,
-                *self.path.glob("*.rank*.jsonl"),
-            ):  # what is no file is refused now, not at its first line
+            for path in (*logs, *self.path.glob("*.rank*.jsonl")):  # what is no file is refused before its first line
                 with suppress(FileNotFoundError):
                     open_regular(path).close()
             for folder in (self.path, self.checkpoints, self.figures):

@@ -18,17 +18,9 @@ from torch import Tensor, nn
 
 from ..config import TrainConfig
 from rlhf_nb.core import (
-    CheckpointError,
-    ConfigError,
-    RewardError,
-    RunError,
-    Stopped,
-    decide_precision,
-    derive_seed,
-    rng_state,
-    set_rng_state,
-    stoppable,
-)
+    CheckpointError, ConfigError, RewardError, RunError, Stopped, decide_precision, derive_seed, rng_state,
+    set_rng_state, stoppable,
+)  # fmt: skip
 from .callbacks import Callback, Callbacks, Flags, Progress, SampleLog, Trackers
 from .checkpoint import AsyncWriter
 from .control import Control, GracefulStop, RunControl
@@ -42,7 +34,7 @@ from .overopt import stop_by
 from .state import Saves, checkpoint_job, condition, open_run
 from ..fast.workers import alone_if_small
 from ..scoring.packing import work
-from ..types import Batch, LossSum, sent
+from ..types import Batch, sent
 
 # %% auto #0
 __all__ = ['BaseMethod', 'Sums', 'means', 'Source', 'StepStart', 'Boundary', 'too_many_bad', 'all_steps', 'Trainer']
@@ -69,9 +61,7 @@ class BaseMethod(ABC):
     engine: Engine
     config: TrainConfig
     by_question: Mapping[str, Sequence[float]] = {}  # each held-out question's score by metric, set by `evaluate`
-    ahead: Any = (
-        None  # batches of later steps that were begun (`rollout.service.Rollouts`); None: a step begins its own
-    )
+    ahead: Any = None  # batches of later steps, begun (`rollout.service.Rollouts`); None: a step begins its own
 
     @cached_property
     def meter(self) -> Meter:
@@ -640,7 +630,7 @@ class Trainer:
 
     def held_out_numbers(self) -> dict[str, float]:
         """What the method measures on the held-out rows."""
-        found: dict[str, float] = self.method.evaluate(self.held_out)
+        found: dict[str, float] = self.method.evaluate(self.held_out) if self.held_out else {}
         return found
 
     def save(self, failed: bool = False) -> Path:

@@ -196,27 +196,19 @@ class StopAtPeak(Callback):
         if fell is None or self.said < self.patience:
             return None
         kl, fit = float(np.mean([kl for kl, _ in self.curve.points[-3:]])), self.curve.fit()
-        reason = (
-            f"overoptimised: {self.curve.gold} fell from {fell.high:.3g} to {fell.now:.3g}, at a KL of {kl:.2g} nats"
-        )
-        return Flags(
-            stop=True, reason=f"{reason} (a curve that never falls is stopped in at most {ALPHA:.0%} of runs); {fit}"
-        )
+        fall = f"{self.curve.gold} fell from {fell.high:.3g} to {fell.now:.3g}, at a KL of {kl:.2g} nats"
+        luck = f"a curve that never falls is stopped in at most {ALPHA:.0%} of runs"
+        return Flags(stop=True, reason=f"overoptimised: {fall} ({luck}); {fit}")
 
-    def on_start(self, run: RunView) -> Flags | None:
+    def on_start(self, run: RunView) -> None:
         self._begin()
         for event in sorted([*run.history, *run.history.evals], key=lambda e: int(e.get("step", 0))):
             self._look(event)  # a resumed run knows what it has seen
-        return None
 
     def on_step(self, run: RunView, event: dict[str, Any]) -> Flags | None:
         asked = self._look(event)
-        if (
-            self.looks >= 5
-            and not self.curve.points
-            and not self.told
-            and not (self.wanted or "eval/").startswith("eval/")
-        ):
+        in_steps = not (self.wanted or "eval/").startswith("eval/")
+        if in_steps and self.looks >= 5 and not self.curve.points and not self.told:
             self._tell(run, event)
         return asked
 
@@ -231,12 +223,9 @@ class StopAtPeak(Callback):
         self.told = True
         name = self.wanted or " or ".join(GOLD)
         missing = "objective/kl" if math.isnan(self.curve.kl) else name
-        run.event(
-            "warning",
-            message=f"stop_on: overoptimised looks at {name} over objective/kl, and there is no {missing}, so it "
-            "never stops the run: "
-            "name a reward that nothing learns from in watch, or in eval.metrics with eval_every",
-        )
+        what = f"stop_on: overoptimised looks at {name} over objective/kl, and there is no {missing}"
+        remedy = "name a reward that nothing learns from in watch, or in eval.metrics with eval_every"
+        run.event("warning", message=f"{what}, so it never stops the run: {remedy}")
 
 
 def stop_by(config: Any) -> Callback:

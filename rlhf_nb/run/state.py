@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from rlhf_nb.core import (
-    CheckpointError, ConfigError, RunError, derive_seed, read_interval, rng_state, seed_everything, set_rng_state,
-    suggest,
+    CheckpointError, ConfigError, RunError, derive_seed, did_you_mean, read_interval, rng_state, seed_everything,
+    set_rng_state,
 )  # fmt: skip
 from .engine import engine_state, load_engine_state
 from rlhf_nb.run.checkpoint import (
@@ -30,16 +30,8 @@ from ..files import copy_regular, write_whole
 from ..untrusted import json_value
 from .lock import RunLock
 from rlhf_nb.run.log import (
-    FORMAT,
-    EventLog,
-    History,
-    ControlRequests,
-    RunDir,
-    config_changes,
-    machine_here,
-    plain_json,
-    read_metrics,
-)
+    FORMAT, EventLog, History, ControlRequests, RunDir, config_changes, machine_here, plain_json, read_metrics,
+)  # fmt: skip
 
 # %% auto #0
 __all__ = ['run_state', 'restore', 'checkpoint_job', 'Saves', 'open_run', 'to_resume_from', 'clean_saves', 'condition',
@@ -214,18 +206,15 @@ class Saves:
             self.total, self.count = old[0] + value, old[1] + 1
         if self.metric in metrics or self.told:
             return ""
-        self.told, near = True, suggest(self.metric, metrics)
-        what = "no evaluation" if kind == "eval" else "the first step"
-        return f"keep_best is {self.metric!r}, which {what} has" + (
-            f": did you mean {near!r}?" if near else "; no checkpoint counts as the best"
-        )
+        self.told, what = True, "no evaluation has" if kind == "eval" else "the first step lacks"
+        hint = did_you_mean(self.metric, metrics, "No checkpoint counts as the best.")
+        return f"keep_best is {self.metric!r}, which {what}. {hint}"
 
     @property
     def improves(self) -> bool:
         """Whether a checkpoint made now would be the best."""
-        return self.count > 0 and (
-            self.best is None or self.sign * self.total / self.count > self.sign * self.best["value"]
-        )
+        mean = self.sign * self.total / max(self.count, 1)
+        return self.count > 0 and (self.best is None or mean > self.sign * self.best["value"])
 
     @property
     def best_yet(self) -> bool:
@@ -458,13 +447,8 @@ def roll_back(folder: str | Path, step: int, failed: bool = False) -> Path:
             EventLog(path).truncate_after(step)
         keep_served(run_dir.control_path, step)
         log = EventLog(run_dir.metrics_path)
-        log.append(
-            "warning",
-            step,
-            message=(
-                f"rolled back from step {reached} to {step}; what came after is in {aside.relative_to(run_dir.path)}"
-            ),
-        )
+        place = aside.relative_to(run_dir.path)
+        log.append("warning", step, message=f"rolled back from step {reached} to {step}; what came after is in {place}")
         log.sync()
         log.close()
     return aside

@@ -29,8 +29,8 @@ from rlhf_nb.run.strategy import (
 _log = logging.getLogger("rlhf_nb.run.strategies")
 
 # %% auto #0
-__all__ = ['deepspeed_config', 'check_insides', 'free_memory', 'streamed', 'FrozenShards', 'SharedOut', 'Zero', 'blocks_of',
-           'Sharded', 'connect']
+__all__ = ['UNKNOWN', 'deepspeed_config', 'check_insides', 'free_memory', 'streamed', 'FrozenShards', 'SharedOut', 'Zero',
+           'blocks_of', 'Sharded', 'connect']
 
 # %% ../../nbs/run/strategies.ipynb #abc349f5
 def deepspeed_config(
@@ -152,8 +152,11 @@ def check_insides(owner: Any, names: tuple[str, ...], package: str) -> None:
         )
 
 # %% ../../nbs/run/strategies.ipynb #fdfdf6d9
+UNKNOWN = 1 << 62  # bytes, where a machine doesn't say what is free
+
+
 def free_memory(device: torch.device, local_ranks: int = 1) -> int:
-    """Bytes that one rank may still use on its device."""
+    """Bytes that one rank may still use on its device, or UNKNOWN."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
@@ -161,7 +164,7 @@ def free_memory(device: torch.device, local_ranks: int = 1) -> int:
         line = next(x for x in Path("/proc/meminfo").read_text().splitlines() if x.startswith("MemAvailable"))
         return int(line.split()[1]) * 1024 // max(1, local_ranks)
     except (OSError, StopIteration):
-        return 1 << 62
+        return UNKNOWN
 
 
 @contextmanager
@@ -324,9 +327,8 @@ class Zero(SharedOut):
         config = deepspeed_config(self.stage, self.clip, self.given, compute=self.compute)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            self.ds = deepspeed.initialize(
-                model=self.module, optimizer=self.optimizer, config=config, dist_init_required=False
-            )[0]
+            how = {"config": config, "dist_init_required": False}
+            self.ds = deepspeed.initialize(model=self.module, optimizer=self.optimizer, **how)[0]
         some = next(p for p in self.module.parameters() if p.requires_grad)
         check_insides(self.ds.optimizer, _ZERO_3 if self.stage == 3 else _ZERO_12, "deepspeed")
         check_insides(some, ("ds_numel", "ds_active_sub_modules") if self.stage == 3 else ("_hp_mapping",), "deepspeed")
@@ -583,9 +585,8 @@ class Sharded(SharedOut):
             if p.requires_grad:
                 rows = -(-p.shape[0] // self.world)
                 start = int(min(rows * self.rank, p.shape[0]) * (p.numel() // max(1, p.shape[0])))
-                yield Shard(
-                    name, tuple(p.shape), start, p.data, self.optimizer.state[p], lambda x: _local(x).reshape(-1)
-                )
+                cut: Callable[[Tensor], Tensor] = lambda x: _local(x).reshape(-1)
+                yield Shard(name, tuple(p.shape), start, p.data, self.optimizer.state[p], cut)
 
 # %% ../../nbs/run/strategies.ipynb #643019a6
 def connect(name: str, precision: Precision) -> Strategy:

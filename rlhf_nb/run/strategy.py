@@ -75,9 +75,8 @@ def _library_factor(
     }  # fmt: skip
     name = "warmup_stable_decay" if schedule == "wsd" else schedule
     steps = None if schedule == "wsd" else length
-    made = get_scheduler(
-        name, optimizer, num_warmup_steps=0, num_training_steps=steps, scheduler_specific_kwargs=options[schedule]
-    )
+    own = {"num_warmup_steps": 0, "num_training_steps": steps, "scheduler_specific_kwargs": options[schedule]}
+    made = get_scheduler(name, optimizer, **own)
     factor: Callable[[int], float] = made.lr_lambdas[0]
     return factor
 
@@ -111,14 +110,11 @@ def build_optimizer(module: nn.Module, settings: OptimizerConfig, rates: Rates |
     groups: list[dict[str, Any]] = []
     for rate in dict.fromkeys(own.get(id(p)) for p in params):
         mine = [p for p in params if own.get(id(p)) == rate]
-        matrices = [p for p in mine if p.dim() >= 2]
-        rest = [p for p in mine if p.dim() < 2]
+        decays = settings.weight_decay != 0  # of matrices only
         parts: list[dict[str, Any]] = [
-            {"params": matrices, "weight_decay": settings.weight_decay},
-            {"params": rest, "weight_decay": 0.0},
+            {"params": [p for p in mine if decays and p.dim() >= 2], "weight_decay": settings.weight_decay},
+            {"params": [p for p in mine if not decays or p.dim() < 2], "weight_decay": 0.0},
         ]
-        if settings.weight_decay == 0:
-            parts = [{"params": mine, "weight_decay": 0.0}]
         scale: dict[str, Any] = {} if rate is None else {"scale": rate / settings.lr}
         groups += [g | scale for g in parts if g["params"]]
     if settings.name == "muon":
@@ -174,10 +170,8 @@ class Together(torch.optim.Optimizer):
 def _muon(module: nn.Module, groups: list[dict[str, Any]], settings: OptimizerConfig) -> torch.optim.Optimizer:
     """Muon for the matrices between embedding and head, AdamW for all else."""
     if not hasattr(torch.optim, "Muon"):
-        raise ConfigError(
-            f"optimizer.name=muon needs torch 2.9 or newer, and this is {torch.__version__}: pip install -U torch, or "
-            "use adamw."
-        )
+        old = f"optimizer.name=muon needs torch 2.9 or newer, and this is {torch.__version__}"
+        raise ConfigError(f"{old}: pip install -U torch, or use adamw.")
     every: list[Any] = list(module.modules())
     ends: list[Any] = [m.get_output_embeddings() for m in every if hasattr(m, "get_output_embeddings")]
     ends += [m for m in every if isinstance(m, nn.Embedding)]
@@ -234,10 +228,8 @@ def check_names(into: Mapping[str, Sequence[int]], saved: Mapping[str, Tensor]) 
     missing, extra = sorted(set(into) - set(saved)), sorted(set(saved) - set(into))
     if missing or extra:
         which = f"it lacks {missing[0]}" if missing else f"it holds {extra[0]}, which this model does not train"
-        raise CheckpointError(
-            f"the checkpoint belongs to another model or other adapters: {which} ({len(missing)} missing, {len(extra)} "
-            "too many)"
-        )
+        count = f"{len(missing)} missing, {len(extra)} too many"
+        raise CheckpointError(f"the checkpoint belongs to another model or other adapters: {which} ({count})")
     for name, shape in into.items():
         found = list(saved[name].shape)
         if list(shape) != found:
@@ -426,20 +418,17 @@ class Strategy:
                 into.copy_(whole.reshape(-1)[start : start + into.numel()].view(into.shape))
 
             put(shard.cut(shard.tensor), model[shard.name])
+            device = shard.tensor.device
             for key, value in kept.get(shard.name, {}).items():
                 if key == "step" and self.counts_on_host:
                     shard.states[key] = int(value)  # type: ignore[assignment]
                 elif key == "step":
-                    shard.states[key] = value.reshape(()).to(
-                        shard.tensor.device, copy=True
-                    )  # where a fused kernel wants it
+                    shard.states[key] = value.reshape(()).to(device, copy=True)  # where a fused kernel wants it
                 elif like_parameter(value, shard):
-                    put(
-                        shard.cut(shard.states.setdefault(key, torch.zeros_like(shard.tensor, dtype=value.dtype))),
-                        value,
-                    )
+                    own = shard.states.setdefault(key, torch.zeros_like(shard.tensor, dtype=value.dtype))
+                    put(shard.cut(own), value)
                 else:  # a row of averages, a table of 8-bit values: whole on every rank
-                    shard.states[key] = value.to(shard.tensor.device, copy=True)
+                    shard.states[key] = value.to(device, copy=True)
 
 
 def like_parameter(state: Tensor, shard: Shard) -> bool:

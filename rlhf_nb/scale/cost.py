@@ -166,11 +166,8 @@ def _head(shape: DecoderShape, trains: bool, workers: int) -> tuple[float, float
     head = nn.Linear(shape.hidden, shape.vocab, bias=False, device="meta").to_empty(device="cpu")
     nn.init.constant_(head.weight, 0.01).requires_grad_(trains)
     n = max(16, min(256, (1 << 22) // shape.vocab))
-    states, targets, how = (
-        torch.ones(n, shape.hidden),
-        torch.zeros(n, dtype=torch.int64),
-        HeadOptions(1.0, 1.0, None, False, 0),
-    )
+    states, targets = torch.ones(n, shape.hidden), torch.zeros(n, dtype=torch.int64)
+    how = HeadOptions(1.0, 1.0, None, False, 0)
 
     def score() -> None:
         with torch.no_grad():
@@ -245,9 +242,8 @@ def step_seconds(
         prefill = answers / job.group * job.prompt * layers * speed.forward
         generate = prefill + answers * job.completion * (layers * speed.decode + speed.choose)
     look = tokens * layers * speed.forward
-    frozen = (
-        [h for h in held if h in ("reference", "reward model", "reward adapter")] if job.info.leaves == "policy" else []
-    )
+    policy, read = job.info.leaves == "policy", ("reference", "reward model", "reward adapter")
+    frozen = [h for h in held if policy and h in read]
     score = sum(look + (targets * speed.target if h == "reference" else 0.0) for h in frozen)
     critics = sum(h in ("critic", "critic adapter") for h in held)
     score += look * critics
@@ -255,9 +251,7 @@ def step_seconds(
     if shared or (again and job.info.online):
         score += look + targets * speed.target
     learn = tokens * layers * (speed.learn + (speed.forward if job.recompute else 0.0))
-    update = inner * (
-        learn * max(1, job.decoders) + (targets * speed.learn_target if job.info.leaves == "policy" else 0.0)
-    )
+    update = inner * (learn * max(1, job.decoders) + (targets * speed.learn_target if policy else 0.0))
     trained = (shape.lora(job.lora) if job.lora else shape.total) * max(1, job.decoders)
     update += inner * answers / job.sides / job.mini_batch * trained * speed.adam
     return generate, score, update
@@ -292,8 +286,7 @@ class CostEstimate(NamedTuple):
 
     def sentences(self) -> list[str]:
         """For people."""
-        said = [f"about {self.cost}"]
-        return said + [f"{words}: about {cost}" for words, cost in self.lighter.items()]
+        return [f"about {self.cost}", *(f"{words}: about {cost}" for words, cost in self.lighter.items())]
 
 
 def estimate(
@@ -343,18 +336,15 @@ class _Told(NamedTuple):
 
     def cost(self, config: Any, speeds: dict[tuple[bool, int], Speed]) -> Cost:
         """Of a variant; what was measured is measured once for each kind of training."""
-        limits = job_of(config, self.precision)
-        job = limits
+        job = limits = job_of(config, self.precision)
+        online = job.info.online
         if self.lengths is not None:
             prompt, answer = self.lengths
-            job = dataclasses.replace(
-                job, prompt=min(prompt, job.prompt), completion=job.completion if job.info.online else answer
-            )
-        key = (job.lora is None, job.group)
+            answer = job.completion if online else answer
+            job = dataclasses.replace(job, prompt=min(prompt, job.prompt), completion=answer)
+        key, sampling = (job.lora is None, job.group), config.sampling if online else None
         if key not in speeds:
-            speeds[key] = measure_costs(
-                self.model_config, job, config.model.lora, config.sampling if job.info.online else None
-            )
+            speeds[key] = measure_costs(self.model_config, job, config.model.lora, sampling)
         half = self.precision.compute_dtype != torch.float32
         return step_cost(self.shape, job, limits, speeds[key], config.num_inner_epochs, half)
 
@@ -373,16 +363,14 @@ def _options(config: Any) -> dict[str, dict[str, Any]]:
         if rows > mini:
             out[f"rollout_batch_size={mini}"] = {"rollout_batch_size": mini}
         if rows == mini and rows % (2 * group) == 0:
-            out[f"rollout_batch_size={rows // 2} mini_batch_size={rows // 2}"] = {
-                "rollout_batch_size": rows // 2,
-                "mini_batch_size": mini // 2,
-            }
+            half = {"rollout_batch_size": rows // 2, "mini_batch_size": rows // 2}
+            out[" ".join(f"{k}={v}" for k, v in half.items())] = half
         new = config.sampling.max_new_tokens
         if new >= 16:
             out[f"sampling.max_new_tokens={new // 2}"] = {"sampling": config.sampling.replace(max_new_tokens=new // 2)}
     elif config.mini_batch_size > 1 and config.rollout_batch_size == config.mini_batch_size:
-        half = config.mini_batch_size // 2
-        out[f"mini_batch_size={half}"] = {"mini_batch_size": half, "rollout_batch_size": half}
+        n = config.mini_batch_size // 2
+        out[f"mini_batch_size={n}"] = {"mini_batch_size": n, "rollout_batch_size": n}
     if not config.recompute:
         out["recompute=true"] = {"recompute": True}
     return out

@@ -186,9 +186,8 @@ class Lifeline(threading.Thread):
         pid, born = os.getpid(), birth(os.getpid())
         while True:
             with suppress(RunError):
-                write_json(
-                    self.folder / f"rank-{self.rank}.json", {"pid": pid, "born": born, "time": time.time()}, sync=False
-                )
+                told = {"pid": pid, "born": born, "time": time.time()}
+                write_json(self.folder / f"rank-{self.rank}.json", told, sync=False)
             if self.over.wait(1.0):
                 return
             if (self.parent and birth(self.parent) != self.born) or os.getppid() != self.agent:
@@ -226,12 +225,8 @@ def worker_main(folder: str | Path) -> int:
             return 0
         except BaseException as error:
             told = {"rank": rank, "time": time.time(), "type": type(error).__name__, "message": str(error)}
-            more = {
-                "traceback": traceback.format_exc(),
-                "final": isinstance(error, _FINAL),
-                "ours": isinstance(error, RlhfError),
-            }
-            write_json(folder / f"error-{rank}.json", told | more)
+            kinds = {"final": isinstance(error, _FINAL), "ours": isinstance(error, RlhfError)}
+            write_json(folder / f"error-{rank}.json", told | kinds | {"traceback": traceback.format_exc()})
             return 130 if isinstance(error, KeyboardInterrupt) else 1
         finally:
             line.over.set()
@@ -279,9 +274,8 @@ def first_failure(errors: list[dict[str, Any]], vanished: list[int], steps: Mapp
     """
     own = [e for e in errors if e.get("ours") or not any(word in e["message"].lower() for word in _ECHO)]
     if vanished and not own:
-        step = steps.get(vanished[0], 0)
-        text = f"rank {vanished[0]} was killed at step {step} (it left no message: SIGKILL, or out of memory)"
-        return Failure(vanished[0], text)
+        killed = f"rank {vanished[0]} was killed at step {steps.get(vanished[0], 0)}"
+        return Failure(vanished[0], f"{killed} (it left no message: SIGKILL, or out of memory)")
     told = min(own or errors, key=lambda e: float(e["time"]), default=None)
     if told is None:
         said = "the processes ended without a message before any of them began to work "
@@ -627,9 +621,7 @@ def _try_until_done(
         _note(folder, "failure", what=failure.what)
         if failure.final and "KeyboardInterrupt" in failure.what:
             raise KeyboardInterrupt(f"{failure.what}; resume=True goes on")
-        same = (
-            failures[-1:] == [failure.what] and failure.traceback and not failure.echo
-        )  # the same exception at the same step
+        same = failures[-1:] == [failure.what] and failure.traceback and not failure.echo  # exception and step
         if failure.final or len(failures) >= restarts or same:
             tried = f" after {len(failures)} restart(s)" if failures else ""
             raise RunError(f"{failure.what}{tried}.\n{failure.traceback or _tail(folder / 'out.txt')}")

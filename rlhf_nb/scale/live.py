@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from ..core import printable
 from ..files import open_regular
-from ..run.callbacks import short_number, step_line
+from ..run.callbacks import eval_line, step_line
 from ..untrusted import json_value
 
 # %% auto #0
@@ -61,12 +61,7 @@ class Live:
             elif kind == "step":
                 self.waiting = event
             elif kind == "eval":
-                shown = [
-                    f"{k} {short_number(v)}"
-                    for k, v in event.items()
-                    if k.startswith("eval/") and isinstance(v, int | float)
-                ]
-                self.tell(f"eval at step {event['step']}  {'  '.join(shown[:6])}")
+                self.tell(eval_line(event["step"], {k: v for k, v in event.items() if k.startswith("eval/")}))
             elif kind in ("warning", "nonfinite"):
                 self.tell(f"note: {event.get('message')}")
         if self.waiting is not None and (all or time.time() - self.told >= self.every):
@@ -86,17 +81,13 @@ class Live:
                 data = f.read(1 << 24)
         except OSError:
             return
-        whole = data[: data.rfind(b"\n") + 1]
-        self.at, self.tail = self.at + len(whole), (self.tail + whole)[-64:]
-        for line in whole.splitlines():
+        ended = data[: data.rfind(b"\n") + 1]
+        self.at, self.tail = self.at + len(ended), (self.tail + ended)[-64:]
+        for line in ended.splitlines():
             with suppress(ValueError, TypeError):
                 event = json_value(line)
-                if (
-                    isinstance(event, dict)
-                    and isinstance(event.get("step"), int)
-                    and event.get("time", 0) >= self.begun - 1
-                    and event["time"] > known
-                ):
+                whole = isinstance(event, dict) and isinstance(event.get("step"), int)
+                if whole and event.get("time", 0) >= self.begun - 1 and event["time"] > known:
                     self.last = event["time"]
                     yield event
 

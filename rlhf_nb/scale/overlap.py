@@ -156,8 +156,7 @@ def overlap_table(folder: str | Path, cores: int | None = None) -> str:
         idle = f"{x.generator_idle:.0%}" if x.workers else "-"
         mark = "  <-" if x is best else ""
         lines.append(f"{x.lag:4d} {x.workers:8d} {x.step_s:8.3g} {x.learner_idle:15.0%} {idle:>14}{mark}")
-    gain = tried[0].step_s / best.step_s
-    said = f"rollouts.lag={best.lag} rollouts.workers={best.workers}: {gain:.2f} times as fast as without"
-    return "\n".join(
-        [*lines, said if gain >= 1.03 else "nothing to hide: rollouts.lag=0 rollouts.workers=0 is as fast"]
-    )
+    gain, said = tried[0].step_s / best.step_s, "nothing to hide: rollouts.lag=0 rollouts.workers=0 is as fast"
+    if gain >= 1.03:
+        said = f"rollouts.lag={best.lag} rollouts.workers={best.workers}: {gain:.2f} times as fast as without"
+    return "\n".join([*lines, said])

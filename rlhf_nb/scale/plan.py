@@ -10,16 +10,8 @@ from typing import Any, Literal, NamedTuple
 
 from ..core import ConfigError
 from rlhf_nb.scale.topology import (
-    Budget,
-    Job,
-    DecoderShape,
-    Split,
-    forward_rows,
-    predict_memory,
-    roles_of,
-    row_tokens,
-    decoder_shape,
-)
+    Budget, Job, DecoderShape, Split, forward_rows, predict_memory, roles_of, row_tokens, decoder_shape,
+)  # fmt: skip
 
 # %% auto #0
 __all__ = ['USABLE', 'MACHINE', 'ASSUMPTIONS', 'Plan', 'plan', 'smallest_group', 'sent_per_step', 'plans', 'plan_table']
@@ -32,16 +24,11 @@ ASSUMPTIONS = (
     "a tenth of the memory is lost to fragmentation",
     "every forward is as full as token_budget allows, every row as long as prompt + completion",
     "batches are global and at least one row a GPU; ranks hold equally many rows",
-    (
-        "stage 3 keeps two layers (or the embedding, or a billion numbers) whole at a time, and the whole policy while "
-        "it samples; where that doesn't fit ('layer by layer') it waits in the host's memory and visits the GPU for "
-        "every token"
-    ),
+    "stage 3 keeps two layers (or the embedding, or a billion numbers) whole at a time, and the whole policy while it "
+    "samples; where that doesn't fit ('layer by layer') it waits in host memory and visits the GPU for every token",
     "attention keeps no row × row matrix (SDPA's fused kernels)",
-    (
-        "checked against measured peaks on CPU only, stages 1 to 3 on two processes (benchmarks/check_topology.py): "
-        "GPUs and several machines are arithmetic"
-    ),
+    "checked against measured peaks on CPU only, stages 1 to 3 on two processes (benchmarks/check_topology.py): GPUs "
+    "and several machines are arithmetic",
 )
 
 
@@ -60,12 +47,8 @@ class Plan(NamedTuple):
         s = self.split
         offload = {"none": "", "optimizer": ", optimizer on the host", "all": ", weights and optimizer on the host"}
         how = "no splitting" if s.stage == 0 else f"ZeRO stage {s.stage}"
-        again = ", layers recomputed" if self.job.recompute else ""
-        again += (
-            ""
-            if s.gather or s.stage < 3 or not self.job.info.online
-            else ", weights visit the GPU layer by layer while sampling"
-        )
+        again, visits = ", layers recomputed" if self.job.recompute else "", self.job.info.online and s.stage == 3
+        again += ", weights visit the GPU layer by layer while sampling" if visits and not s.gather else ""
         return (
             f"{s.gpus:,} GPU{'s' if s.gpus > 1 else ''}: {how}{offload[s.offload]}{again}, {self.tokens:,} tokens a "
             f"forward; peak {self.budget.peak / 2**30:.1f} of {self.memory / 2**30:.0f} GiB while: "
@@ -168,12 +151,11 @@ def _too_large(shape: DecoderShape, job: Job, gpus: int, memory: float, host: fl
     role = max(smallest.by_role(), key=lambda r: smallest.by_role()[r])
     shared = {"critic": "critic adapter", "reward model": "reward adapter"}
     one = tuple(shared.get(held, held) for held in job.models)
-    options: list[tuple[str, dict[str, Any]]] = (
-        [("adapters (model.lora.r=16)", {"lora": 16})] if job.lora is None else []
-    )
+    options: dict[str, dict[str, Any]] = {"adapters (model.lora.r=16)": {"lora": 16}} if job.lora is None else {}
     if "critic" in job.models:
-        options.append(("one backbone for all roles (critic=hydra model.lora.r=16)", {"holds": one, "lora": 16}))
-    remedies = [text for text, how in options if _first_fit(shape, dataclasses.replace(job, **how), gpus, memory, host)]
+        options["one backbone for all roles (critic=hydra model.lora.r=16)"] = {"holds": one, "lora": 16}
+    fits = {k: _first_fit(shape, dataclasses.replace(job, **how), gpus, memory, host) for k, how in options.items()}
+    remedies = [text for text, found in fits.items() if found]
     more = gpus
     while (more := 2 * more) <= 1 << 15:
         collected = max(job.rollout_batch, more if job.info.online else 0)
@@ -199,12 +181,10 @@ def smallest_group(model: Any, found: Plan) -> int:
     shape, s = decoder_shape(model), found.split
     if s.stage == 0:
         return 1
-    group = 1
+    group, mini, collected = 1, found.job.mini_batch, found.job.rollout_batch or found.job.mini_batch
     while group < s.gpus:
-        mini, collected = found.job.mini_batch, found.job.rollout_batch or found.job.mini_batch
-        job = dataclasses.replace(
-            found.job, mini_batch=max(1, mini * group // s.gpus), rollout_batch=collected * group // s.gpus
-        )
+        fewer, drawn = max(1, mini * group // s.gpus), collected * group // s.gpus
+        job = dataclasses.replace(found.job, mini_batch=fewer, rollout_batch=drawn)
         if predict_memory(shape, job, dataclasses.replace(s, gpus=group)).peak <= USABLE * found.memory:
             return group
         group *= 2

@@ -186,10 +186,8 @@ def plan_report(
     if gpu is None:
         return table
     cost = "" if price is None else " price of 1,000 steps |"
-    lines = [
-        f"| GPUs | s a step | answers | scoring | update | waiting | MFU |{cost}",
-        "|---:" * 7 + "|" + "---:|" * (price is not None),
-    ]
+    columns = 8 if cost else 7
+    lines = [f"| GPUs | s a step | answers | scoring | update | waiting | MFU |{cost}", "|---:" * columns + "|"]
     for n, found in plans(shape, job, gpus, memory, host).items():
         if found is None:
             continue

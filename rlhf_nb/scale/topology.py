@@ -200,10 +200,8 @@ class Job:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}, but a run needs at least 1.")
         if self.lora is None and any("adapter" in held for held in self.models):
-            raise ConfigError(
-                "critic=hydra keeps all roles as adapters of one backbone, so it needs their rank: model.lora.r=16 "
-                "(of a Job: lora=16)."
-            )
+            one = "critic=hydra keeps all roles as adapters of one backbone, so it needs their rank"
+            raise ConfigError(f"{one}: model.lora.r=16 (of a Job: lora=16).")
 
     @property
     def info(self) -> MethodInfo:
@@ -276,9 +274,7 @@ def layer_activations(shape: DecoderShape, job: Job, row: int = 0) -> float:
     h, a, f = shape.hidden, shape.attention, shape.inner
     adapters = 0 if job.lora is None else job.lora * len(shape.matrices)
     few = shape.saved == 4 and (job.device == "cpu" or job.format.kernels)  # `fast.linear.gated_silu`
-    rotated = (
-        2 * a + 2 * shape.keys if job.format.kernels else 4 * a
-    )  # queries and keys before they are turned are let go
+    rotated = 2 * (a + shape.keys) if job.format.kernels else 4 * a  # what was before the turn is let go
     kept = 2 * h + rotated + (3 if few else shape.saved) * f + adapters
     return 2 * h * job.format.residual + kept * job.format.compute + 4.0 * (shape.heads + row)
 
@@ -426,10 +422,8 @@ class Split:
             raise ConfigError(f"offload is {self.offload!r}: use 'none', 'optimizer' or 'all'.")
         if self.stage < least:
             what = "the optimizer's numbers" if least == 1 else "weights, too,"
-            raise ConfigError(
-                f"offload={self.offload!r} moves {what} to the host, which stage {least} and above can; stage is "
-                f"{self.stage}."
-            )
+            able = f"which stage {least} and above can; stage is {self.stage}"
+            raise ConfigError(f"offload={self.offload!r} moves {what} to the host, {able}.")
 
     def part(self, from_stage: int) -> float:
         """The share of a GPU of what is split from this stage on."""
@@ -445,21 +439,11 @@ def averages(job: Job, shape: DecoderShape | None = None) -> float:
         job: its `optimizer`, and whether adapters train.
         shape: of the model; None: as if it were one large hidden matrix.
     """
-    width = shape.hidden if shape is not None else 4096
-    hidden = (
-        1.0
-        if job.lora or shape is None
-        else (shape.decoder - (shape.embedding or shape.vocab * shape.hidden)) / shape.total
-    )
-    eight_bit = 2.0 + 8 / 256  # a scale for each 256 numbers
-    known = {
-        "sgd": 4.0,
-        "adamw_8bit": eight_bit,
-        "paged_adamw_8bit": eight_bit,
-        "adafactor": 8.0 / width,
-        "muon": 8.0 - 4.0 * hidden,
-    }
-    return known.get(job.optimizer, 8.0)
+    width, hidden = 4096 if shape is None else shape.hidden, 1.0
+    if shape is not None and not job.lora:
+        hidden = (shape.decoder - (shape.embedding or shape.vocab * shape.hidden)) / shape.total
+    known = {"sgd": 4.0, "adamw_8bit": 2.0 + 8 / 256, "adafactor": 8.0 / width, "muon": 8.0 - 4.0 * hidden}
+    return known.get(job.optimizer.removeprefix("paged_"), 8.0)  # of 8 bits each 256 numbers have a scale, too
 
 
 def weight_terms(
@@ -498,9 +482,8 @@ def update_terms(shape: DecoderShape, roles: Sequence[Weights], job: Job, split:
     yield MemoryTerm("activations", "of the layers", kept, text, ("backward",))
     if job.info.leaves == "policy":
         n = min(tokens, rows * job.completion)
-        yield MemoryTerm(
-            "activations", "logits", head_memory(shape, job, n), f"of {n:,} targets, in chunks", ("backward",)
-        )
+        size, text = head_memory(shape, job, n), f"of {n:,} targets, in chunks"
+        yield MemoryTerm("activations", "logits", size, text, ("backward",))
     head = 0 if job.lora or job.info.leaves in ("reward", "process") else shape.vocab * shape.hidden
     trained, f = sum(w.trained for w in roles), job.format
     text = _product(trained, f.grad) + (f" / {split.gpus}" if split.stage >= 2 else "")
@@ -549,9 +532,8 @@ def _gathered(shape: DecoderShape, roles: Sequence[Weights], job: Job, split: Sp
         when: tuple[Moment, ...] = ("scoring", "backward") if split.gather else ("sampling", "scoring", "backward")
         yield MemoryTerm("policy", "layers at work", now, "two layers, and what is needed again soon", when)
         if job.info.online and split.gather:
-            yield MemoryTerm(
-                "policy", "gathered to sample", shape.total * each, _product(shape.total, each), ("sampling",)
-            )
+            text = _product(shape.total, each)
+            yield MemoryTerm("policy", "gathered to sample", shape.total * each, text, ("sampling",))
 
 # %% ../../nbs/scale/topology.ipynb #1dfb0b56
 class Budget(NamedTuple):
@@ -604,16 +586,13 @@ def predict_memory(model: Any, job: Job, split: Split = Split()) -> Budget:
         need = sampling_memory(shape, job, split.gpus)
         copies = need["copies"] if split.gather or split.stage < 3 else 0.0  # none of weights that only visit
         at_once, rows = cache_rows(shape, job, split.gpus)
-        size = (
-            f"2 × {shape.layers} × {shape.keys} × {job.prompt + job.completion} × {at_once} rows × "
-            f"{job.format.compute:g}"
-        )
+        row = f"2 × {shape.layers} × {shape.keys} × {job.prompt + job.completion}"
+        drawn: tuple[Moment, ...] = ("sampling",)
+        cache = f"{row} × {at_once} rows × {job.format.compute:g}"
         terms += [
-            MemoryTerm("cache", "keys and values", need["cache"], size, ("sampling",)),
-            MemoryTerm(
-                "cache", "one step's logits", need["logits"], f"24 × {at_once} × {shape.vocab:,}", ("sampling",)
-            ),
-            MemoryTerm("policy", "side by side, to sample", copies, "small models, or rounded ones", ("sampling",)),
+            MemoryTerm("cache", "keys and values", need["cache"], cache, drawn),
+            MemoryTerm("cache", "one step's logits", need["logits"], f"24 × {at_once} × {shape.vocab:,}", drawn),
+            MemoryTerm("policy", "side by side, to sample", copies, "small models, or rounded ones", drawn),
             MemoryTerm("rollouts", "ids, log-probs, values", need["rollouts"], f"{rows} answers"),
         ]
     if split.overhead:
@@ -643,9 +622,8 @@ def job_of(config: Any, precision: Precision) -> Job:
     if method.online and not config.rewards and (config.reward is None or Path(str(config.reward)).exists()):
         held = (*held, "reward adapter" if "critic adapter" in held else "reward model")  # else a function scores
     for entry in config.rewards if method.online else ():
-        folders = [entry.model] if isinstance(entry.model, str) else entry.model or []
-        for _ in folders:
-            held = (*held, "reward model")
+        one: tuple[Held, ...] = ("reward model",)
+        held += one * (1 if isinstance(entry.model, str) else len(entry.model or ()))
     longest = config.sampling.max_new_tokens if method.online else data.max_length - data.prompt_limit
     return Job(
         method=method.name, prompt=data.prompt_limit, completion=longest, token_budget=config.token_budget,

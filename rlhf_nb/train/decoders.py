@@ -11,32 +11,29 @@ from ..core import ConfigError, decide_precision
 from ..data.worlds import FIRST_WORLD
 from ..decode.decoder import Decoder
 from ..decode.named import KINDS, DecoderConfig, make_decoder
-from ..rewards.base import RewardModelFn, Rewards
-from ..models.heads import RewardModel
-from .entries import build_rewards
+from ..rewards.base import Rewards
+from .entries import rewards_from
 
 # %% auto #0
 __all__ = ['decoder_reward', 'load_decoder', 'check_learnable', 'sampler_for']
 
 # %% ../../nbs/train/decoders.ipynb #6b5ccd19
-def decoder_reward(said: Any, device: Any = "cpu", trust_remote_code: bool = False) -> Rewards:
+def decoder_reward(
+    said: Any, device: Any = "cpu", trust_remote_code: bool = False, key: str = "decoder.reward"
+) -> Rewards:
     """The reward that `decoder.reward` names, its models on a device.
 
     Args:
         said: folder, entry, list of entries, "gold" or "check" of the first world, or any reward as it is.
         device: of models.
         trust_remote_code: run Python code that comes with them.
+        key: how it is called, for messages.
     """
     if said in ("gold", "check"):
         said = getattr(FIRST_WORLD, said)
     if isinstance(said, str):
         said = {"model": said}
-    found = build_rewards(said, device=device, key="decoder.reward", trust_remote_code=trust_remote_code)
-    rewards = (
-        found
-        if isinstance(found, Rewards)
-        else Rewards(RewardModelFn(found) if isinstance(found, RewardModel) else found)
-    )
+    rewards = rewards_from(said, device=device, key=key, trust_remote_code=trust_remote_code)
     for fn in rewards.fns:
         for part in (getattr(fn, "model", None), *(m.model for m in getattr(fn, "members", ()))):
             if isinstance(part, nn.Module):

@@ -46,13 +46,7 @@ class DistillConfig(TextConfig):
     data: DataConfig = option(DataConfig(), "prompts; off-policy prompts with answers")
     on_policy: bool = Field(default=True, description="learn on the student's own answers, not on the data's")
     lmbda: float | None = option(
-        None,
-        (
-            "share of steps with the student's own answers, the rest with the data's (GKD's λ); null: on_policy says 1 "
-            "or 0"
-        ),
-        ge=0,
-        le=1,
+        None, "share of steps with the student's own answers (GKD's λ); null: 1 or 0, as on_policy says", ge=0, le=1
     )
     divergence: Divergence = Field(default="reverse_kl", description="reverse_kl, forward_kl, or js between them")
     beta: float | None = option(None, "js: the teacher's share in the mixture; null: 0.5", gt=0, lt=1)
@@ -151,9 +145,8 @@ class Distill(TextMethod):
 
     def collate(self, rows: list[Row]) -> Any:
         """Tokenized rows as one batch."""
-        return (collate_prompts if self.config.own_share == 1 else collate_completions)(
-            rows, self.tokenizer.pad_token_id
-        )
+        made: Any = collate_prompts if self.config.own_share == 1 else collate_completions
+        return made(rows, self.tokenizer.pad_token_id)
 
     def asks(self, step: int) -> bool:
         """Whether the student answers in a step itself: drawn by seed and step, the same on every process."""
@@ -172,16 +165,9 @@ class Distill(TextMethod):
         if isinstance(batch, PromptBatch):
             if batch.before is None:
                 batch.before = self.engine.repeats(batch.uid)  # the same samples on any number of processes
+            how: dict[str, Any] = {"step": step, "tokenizer": self.tokenizer, "seed": seed, "num_samples": 1}
             with self.meter.time("generate"):
-                batch = self.sampler.generate(
-                    self.model,
-                    batch,
-                    self.config.sampling,
-                    step=step,
-                    tokenizer=self.tokenizer,
-                    seed=seed,
-                    num_samples=1,
-                )
+                batch = self.sampler.generate(self.model, batch, self.config.sampling, **how)
             self.meter.generated += int(host(batch.completion_lens).sum())
         return Completions(
             batch.prompt_ids, batch.prompt_mask, batch.completion_ids, batch.completion_lens, batch.completion_mask
@@ -195,11 +181,8 @@ class Distill(TextMethod):
         def read(logits: Tensor, rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
             return keep_likeliest(logits[:, :tokens], k)
 
-        how: dict[str, Any] = {
-            "temperature": self.config.sampling.temperature,
-            "token_budget": self.config.token_budget,
-        }
-        logps, ids = completion_reads(self.teacher, c, read, **how)
+        temperature, budget = self.config.sampling.temperature, self.config.token_budget
+        logps, ids = completion_reads(self.teacher, c, read, temperature=temperature, token_budget=budget)
         return TaughtBatch(**c.columns_dict(), teacher_logps=logps, teacher_ids=ids)
 
     def _student(self) -> Student:
@@ -234,8 +217,6 @@ class Distill(TextMethod):
         """Divergence from the teacher and agreement with it, on own answers to held-out prompts (where none are
         learnt on: on held-out answers).
         """
-        if not held_out:
-            return {}
         mine: dict[str, tuple[float, float]] = {}
         if self.my_share(held_out):
             batch = self.collate(list(held_out)).to(self.engine.device)

@@ -34,7 +34,8 @@ from ..rewards.formats import JsonMatches, Length, Matches, Repetition, ThinkFor
 
 # %% auto #0
 __all__ = ['VERIFIERS', 'make_verifier', 'RewardEntry', 'find_file', 'run_file', 'import_module', 'function_of', 'ServerReward',
-           'load_models', 'named_files', 'is_entry', 'has_entries', 'check_entries', 'build_rewards', 'from_entries']
+           'load_models', 'named_files', 'is_entry', 'has_entries', 'check_entries', 'rewards_from', 'build_rewards',
+           'entry_settings', 'from_entries']
 
 # %% ../../nbs/train/entries.ipynb #c7172439
 def _length(
@@ -118,12 +119,8 @@ class RewardEntry(StrictConfig):
     label: str | int | None = option(None, "of a classifier: its name, or its place")
     output: Literal["logit", "probability"] = option("logit", "of a classifier; both rise with the label")
     reads: Literal["completion", "both"] = option("completion", "what a classifier reads: both: the prompt, too")
-    aggregate: Literal["min", "product", "last", "mean"] = option(
-        "min", "of the values of steps: one number for an answer"
-    )
-    place: Literal["steps", "end"] = option(
-        "steps", "steps are rewarded where they end, or the whole answer at its end"
-    )
+    aggregate: Literal["min", "product", "last", "mean"] = option("min", "how values of steps become an answer's")
+    place: Literal["steps", "end"] = option("steps", "steps are rewarded where they end, or the answer at its end")
 
     @model_validator(mode="before")
     @classmethod
@@ -131,11 +128,8 @@ class RewardEntry(StrictConfig):
         """What stands beside `verify` and is no setting of an entry is one of the verifier."""
         if not isinstance(data, Mapping) or "verify" not in data:
             return data
-        own = {
-            k: v
-            for k, v in data.items()
-            if k in cls.model_fields and k not in ("options", "reads", "output", "aggregate", "place")
-        }
+        apart = ("options", "reads", "output", "aggregate", "place")
+        own = {k: v for k, v in data.items() if k in cls.model_fields and k not in apart}
         more = {k: v for k, v in data.items() if k not in own and k != "options"}
         return own | {"options": {**(data.get("options") or {}), **more}}
 
@@ -180,15 +174,11 @@ class RewardEntry(StrictConfig):
             home = next((k for k, own in _KINDS.items() if wrong[0] in own), kind)
             raise ValueError(f"{wrong[0]} goes with {home}, and this entry is {self.where}: leave it out.")
         if kind == "file" and self.fn is None:
-            raise ValueError(
-                f"file is {Path(str(self.file)).name}, but fn isn't set: name the function in it, "
-                f"{{file: ..., fn: NAME}}."
-            )
+            name = Path(str(self.file)).name
+            raise ValueError(f"file is {name}, but fn isn't set: name the function in it, {{file: ..., fn: NAME}}.")
         if kind == "fn" and not all(part.strip() for part in str(self.fn).partition(":")):
-            raise ValueError(
-                f"fn is {self.fn!r}: write package.module:function, or give the file, too: "
-                f"{{file: rewards.py, fn: NAME}}."
-            )
+            with_file = "give the file, too: {file: rewards.py, fn: NAME}"
+            raise ValueError(f"fn is {self.fn!r}: write package.module:function, or {with_file}.")
         if kind == "verify":
             try:
                 make_verifier(str(self.verify), self.options)
@@ -202,9 +192,7 @@ def find_file(path: str | Path) -> Path:
     found = Path(path).expanduser()
     if not found.is_file():
         others = [p.name for p in found.parent.glob("*.py")] if found.parent.is_dir() else []
-        near = suggest(found.name, others)
-        hint = f" Did you mean {str(found.with_name(near))!r}?" if near else ""
-        raise ConfigError(f"file {str(found)!r} doesn't exist.{hint}")
+        raise ConfigError(f"file {str(found)!r} doesn't exist. {did_you_mean(found.name, others, '')}".rstrip())
     return found.absolute()
 
 
@@ -265,10 +253,8 @@ def import_module(name: str) -> ModuleType:
         raise ConfigError(f"module {name!r} can't be imported: {e}.") from e
     except (Exception, SystemExit) as e:
         file = traceback.extract_tb(e.__traceback__)[-1]
-        raise ConfigError(
-            f"module {name!r} can't be imported: {Path(file.filename).name}, line {file.lineno}: {type(e).__name__}: "
-            f"{e}."
-        ) from e
+        where = f"{Path(file.filename).name}, line {file.lineno}"
+        raise ConfigError(f"module {name!r} can't be imported: {where}: {type(e).__name__}: {e}.") from e
 
 
 def function_of(module: ModuleType, name: str, where: str) -> Any:
@@ -285,9 +271,8 @@ def function_of(module: ModuleType, name: str, where: str) -> Any:
     found = getattr(module, name, None)
     own = [k for k, v in vars(module).items() if inspect.isfunction(v) and not k.startswith("_")]
     if found is None:
-        raise ConfigError(
-            f"{where} has no function {name!r}. {did_you_mean(name, own, 'It has: ' + (', '.join(own) or 'none'))}"
-        )
+        hint = did_you_mean(name, own, f"It has: {', '.join(own) or 'none'}")
+        raise ConfigError(f"{where} has no function {name!r}. {hint}")
     if not callable(found) or inspect.isclass(found):
         raise ConfigError(
             f"{name!r} in {where} is a {type(found).__name__}, no function f(prompts, completions, **columns)."
@@ -330,11 +315,8 @@ class ServerReward:
         out: list[float | None] = []
         for start in range(0, len(completions), self.batch):
             rows = slice(start, start + self.batch)
-            body = {
-                "prompts": prompts[rows],
-                "completions": completions[rows],
-                "columns": {k: v[rows] for k, v in chosen.items()},
-            }
+            own = {k: v[rows] for k, v in chosen.items()}
+            body = {"prompts": prompts[rows], "completions": completions[rows], "columns": own}
             try:
                 json.dumps(body)
             except (TypeError, ValueError) as e:
@@ -389,21 +371,11 @@ def named_files(config: StrictConfig) -> list[str]:
     Args:
         config: of any method.
     """
-    found = list[str]()
-    for name in type(config).model_fields:
-        value = getattr(config, name)
-        entries = (
-            value
-            if isinstance(value, list)
-            else [x for k in getattr(type(value), "model_fields", ()) for x in _listed(getattr(value, k))]
-        )
-        found += [e.file for e in entries if isinstance(e, RewardEntry) and e.file is not None]
-    return list(dict.fromkeys(found))
-
-
-def _listed(value: Any) -> list[Any]:
-    """A list, or nothing."""
-    return value if isinstance(value, list) else []
+    if isinstance(config, RewardEntry):
+        return [] if config.file is None else [config.file]
+    values = [getattr(config, name) for name in type(config).model_fields]
+    inner = [x for value in values for x in (value if isinstance(value, list) else [value])]
+    return list(dict.fromkeys(file for x in inner if isinstance(x, StrictConfig) for file in named_files(x)))
 
 
 def is_entry(reward: Any) -> bool:
@@ -455,11 +427,11 @@ def check_entries(entries: Sequence[RewardEntry], key: str = "rewards") -> list[
     return made
 
 
-def build_rewards(
+def rewards_from(
     entries: Any, *, timeout: float | None = 3600.0, trust_remote_code: bool = False, token_budget: int = 4096,
     device: Any = "cpu", key: str = "rewards",
-) -> Rewards | RewardModel | Ensemble:  # fmt: skip
-    """What a list of entries names.
+) -> Rewards:  # fmt: skip
+    """What a list of entries names, as one `Rewards`.
 
     Args:
         entries: `RewardEntry`, mappings, and functions or reward models as they are; one or a list.
@@ -485,13 +457,9 @@ def build_rewards(
         elif isinstance(e, RewardEntry) and e.process is not None:
             how: dict[str, Any] = {"aggregate": e.aggregate, "place": e.place, "name": e.name or "process"}
             made[i] = load_process_reward(e.process, device=device, token_budget=token_budget, **how, **trust)
-    if len(known) == 1 and isinstance(made[0], RewardModel | Ensemble) and getattr(known[0], "weight", 1.0) == 1.0:
-        return made[0]
     names = [getattr(e, "name", None) if isinstance(e, RewardEntry) else None for e in known]
-    fns = [
-        RewardModelFn(m, n or "reward_model", token_budget) if isinstance(m, RewardModel) else m
-        for m, n in zip(made, names)
-    ]
+    as_fn = lambda m, name: RewardModelFn(m, name or "reward_model", token_budget) if isinstance(m, RewardModel) else m
+    fns = list(map(as_fn, made, names))
     waits = [(e.timeout, e.retries or 0) if isinstance(e, RewardEntry) and e.url is None else (None, 0) for e in known]
     own = Rewards(fns).names
     return Rewards(
@@ -499,7 +467,22 @@ def build_rewards(
         timeout=timeout, timeouts=[timeout if t is None else t for t, _ in waits], retries=[r for _, r in waits],
     )  # fmt: skip
 
+
+def build_rewards(entries: Any, **how: Any) -> Rewards | RewardModel | Ensemble:
+    """As `rewards_from`, but one reward model or ensemble of weight 1 as it is: PPO's critic may start from it."""
+    found = rewards_from(entries, **how)
+    fn = found.fns[0] if len(found.fns) == 1 and found.weights == [1.0] else None
+    model: Any = fn.model if isinstance(fn, RewardModelFn) else fn
+    return model if isinstance(model, RewardModel | Ensemble) else found
+
 # %% ../../nbs/train/entries.ipynb #42319196
+def entry_settings(config: TextConfig, key: str) -> dict[str, Any]:
+    """What `rewards_from` must know of a run: time limit, trust, token budget, device, and the list's name."""
+    trust, device = config.model.trust_remote_code, decide_precision(config.device, config.precision).device
+    limits = {"timeout": getattr(config, "reward_timeout", 3600.0), "token_budget": config.token_budget}
+    return limits | {"trust_remote_code": trust, "device": device, "key": key}
+
+
 def from_entries(reward: Any, config: TextConfig, key: str = "rewards") -> Any:
     """A reward made of entries, or of some, as what they name; any other as it is.
 
@@ -510,9 +493,4 @@ def from_entries(reward: Any, config: TextConfig, key: str = "rewards") -> Any:
     """
     if isinstance(reward, str | Path):
         reward = {"model": str(reward)}
-    if not has_entries(reward):
-        return reward
-    device = decide_precision(config.device, config.precision).device
-    how: dict[str, Any] = {"timeout": getattr(config, "reward_timeout", 3600.0), "device": device, "key": key}
-    trust = config.model.trust_remote_code
-    return build_rewards(reward, token_budget=config.token_budget, trust_remote_code=trust, **how)
+    return build_rewards(reward, **entry_settings(config, key)) if has_entries(reward) else reward

@@ -187,13 +187,9 @@ def joined_states(states: Tensor, layers: Sequence[int], pooled: int = 1) -> Ten
 
 
 def fit_head(
-    states: Tensor,
-    several: bool = False,
-    pooled: int = 1,
-    folds: int = FOLDS,
-    ridges: Sequence[float] = RIDGES,
+    states: Tensor, several: bool = False, pooled: int = 1, folds: int = FOLDS, ridges: Sequence[float] = RIDGES,
     pace: FitPace | None = None,
-) -> Fit:
+) -> Fit:  # fmt: skip
     """The linear head that predicts choices best, among layers and ridges.
 
     Args:
@@ -209,10 +205,8 @@ def fit_head(
     """
     depths, n = states.shape[:2]
     if n < 2 * folds:
-        raise ConfigError(
-            f"fit_head_pairs: {n} pairs are too few to fit a head ({2 * folds} at least): set it to 0, or give more "
-            "pairs."
-        )
+        few = f"fit_head_pairs: {n} pairs are too few to fit a head ({2 * folds} at least)"
+        raise ConfigError(f"{few}: set it to 0, or give more pairs.")
     part = torch.arange(n, device=states.device) % folds
     candidates = thirds(depths) if several else [(k,) for k in range(1, depths + 1)]
     best: tuple[float, tuple[int, ...], float, float] | None = None
@@ -258,13 +252,9 @@ class Fitted(NamedTuple):
 
 
 def fit_members(
-    states: Tensor,
-    seeds: Sequence[int],
-    layers: int | None = None,
-    several: bool = False,
-    pooled: int = 1,
+    states: Tensor, seeds: Sequence[int], layers: int | None = None, several: bool = False, pooled: int = 1,
     pace: FitPace | None = None,
-) -> Fitted:
+) -> Fitted:  # fmt: skip
     """A fitted head for each member of an ensemble.
 
     Args:
@@ -280,12 +270,8 @@ def fit_members(
         drawn = torch.randint(len(x), (len(x),), generator=g).to(states.device)
         some, scale = _scaled(x[drawn])
         weights.append((fit_logistic(some, first.ridge) / scale).float())
-    about = {
-        "layers": list(first.layers) if several else layers or first.layers[0],
-        "ridge": first.ridge,
-        "accuracy": first.accuracy,
-        "pairs": len(x),
-    }
+    reads = list(first.layers) if several else layers or first.layers[0]
+    about = {"layers": reads, "ridge": first.ridge, "accuracy": first.accuracy, "pairs": len(x)}
     return Fitted(torch.stack(weights).cpu(), about)
 
 

@@ -15,7 +15,8 @@ from ..losses.kl import KLKind
 from ..losses.group import Level, Per, group_kl, group_surrogate
 from ..losses.process import group_step_advantages, move_to_steps
 from ..rollout.service import StepTicket
-from .online import KLPrice, OnlineConfig, OnlineMethod, OnlineTrainer, online_presets
+from .online import OnlineMethod, OnlineTrainer
+from .online_config import KLPrice, OnlineConfig, online_presets
 from .registry import register
 from ..data.worlds import Row
 from ..types import LossSum, PromptBatch, Rollout, along, host
@@ -24,20 +25,16 @@ from ..types import LossSum, PromptBatch, Rollout, along, host
 __all__ = ['VARIANTS', 'GRPOConfig', 'overlong_penalty', 'GRPO', 'GRPOTrainer']
 
 # %% ../../nbs/train/grpo.ipynb #15f6f5a2
+_CLIP = {"clip_eps_low": 0.2, "clip_eps_high": 0.2}
+_USUAL: dict[str, Any] = {"per": "sequence", "level": "token", "scale": "group", "soft": False, **_CLIP}
 VARIANTS: dict[str, dict[str, Any]] = {
-    "grpo": {"per": "sequence", "level": "token", "scale": "group", "soft": False, "clip_eps_low": 0.2,
-        "clip_eps_high": 0.2},
-    "dr_grpo": {"per": "length", "level": "token", "scale": "none", "soft": False, "clip_eps_low": 0.2,
-        "clip_eps_high": 0.2},
-    "dapo": {"per": "token", "level": "token", "scale": "group", "soft": False, "clip_eps_low": 0.2,
-        "clip_eps_high": 0.28},
-    "bnpo": {"per": "token", "level": "token", "scale": "group", "soft": False, "clip_eps_low": 0.2,
-        "clip_eps_high": 0.2},
-    "gspo": {"per": "sequence", "level": "sequence", "scale": "group", "soft": False, "clip_eps_low": 3e-4,
-        "clip_eps_high": 4e-4},
-    "cispo": {"per": "token", "level": "token", "scale": "group", "soft": True, "clip_eps_low": 1.0,
-        "clip_eps_high": 4.0},
-}  # fmt: skip
+    "grpo": _USUAL,
+    "dr_grpo": _USUAL | {"per": "length", "scale": "none"},
+    "dapo": _USUAL | {"per": "token", "clip_eps_high": 0.28},
+    "bnpo": _USUAL | {"per": "token"},
+    "gspo": _USUAL | {"level": "sequence", "clip_eps_low": 3e-4, "clip_eps_high": 4e-4},
+    "cispo": _USUAL | {"per": "token", "soft": True, "clip_eps_low": 1.0, "clip_eps_high": 4.0},
+}
 
 
 class GRPOConfig(KLPrice, OnlineConfig):

@@ -203,16 +203,9 @@ class OfflineTrainer(TextTrainer[_O]):
 
     @takes_trl
     def __init__(
-        self,
-        config: _O,
-        model: Any = None,
-        tokenizer: Any = None,
-        rows: list[Row] | None = None,
-        eval_rows: list[Row] | None = None,
-        reference: Any = None,
-        callbacks: Iterable[Callback] = (),
-        **options: Any,
-    ) -> None:
+        self, config: _O, model: Any = None, tokenizer: Any = None, rows: list[Row] | None = None,
+        eval_rows: list[Row] | None = None, reference: Any = None, callbacks: Iterable[Callback] = (), **options: Any,
+    ) -> None:  # fmt: skip
         if reference is not None and config.reference in ("moving", "none"):
             raise ConfigError(
                 f"a reference was passed, but config.reference is {config.reference!r}, which has no use for it: set "

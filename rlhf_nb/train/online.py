@@ -13,34 +13,29 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from ..config import DataConfig, ModelConfig, OptimizerConfig, SamplingConfig, StrictConfig, option
 from ..core import CheckpointError, ConfigError, derive_seed, stops_at_once
 from ..data.sources import collate_prompts, tokenize_prompts
 from ..data.shapes import DataNote
-from ..data.worlds import toy_presets, world_of
 from ..evaluate.policy import OWN_NUMBERS, PolicyEval, evaluate, in_turns, shown_as
 from ..fast.engine import company_matters
 from ..fast.support import unwrapped
 from ..losses.group import truncated_weights
-from ..losses.kl import AdaptiveKL, FixedKL, kl_report
+from ..losses.kl import kl_report
 from ..models.adapters import Reference
-from ..models.heads import RewardModel
-from ..decode.named import DecoderConfig
 from .decoders import sampler_for
 from .environments import played, with_environment
-from .entries import from_entries, has_entries, load_models
+from .entries import from_entries, has_entries
 from ..models.load import disable_dropout, using_adapter
-from ..rewards.base import RewardModelFn, Rewards, RolloutScorer, apply_eos_penalty
+from ..rewards.base import Rewards, RolloutScorer, apply_eos_penalty
 from ..rollout.backends import OurSampler, Request, Sampler, make_sampler, needs_scoring, sampling_metrics
-from ..rollout.episodes import EnvironmentReward, EpisodeConfig, Kind, episode_metrics
+from ..rollout.episodes import EpisodeConfig, Kind, episode_metrics
 from ..rollout.sampler import earlier, eos_ids, eval_mode
-from ..rollout.service import Rollouts, RolloutsConfig, Scored, StepTicket, future_of, staleness
+from ..rollout.service import Rollouts, Scored, StepTicket, future_of, staleness
 from ..rollout.workers import Drawn, Workers
 from ..run.callbacks import BudgetStop, Callback
 from ..run.checkpoint import split_state
@@ -48,111 +43,19 @@ from ..run.control import Control, setting
 from ..run.engine import Engine
 from ..scoring.check import self_check
 from ..data.worlds import Row
-from .method import TextConfig, TextMethod, frozen_parts
+from .method import TextMethod, frozen_parts
 from .trainer import TextTrainer
 from .words import takes_trl
-from .watched import RewardPart, entries_as_rewards, held_out_rewards, with_watched
+from rlhf_nb.train.online_config import (
+    PLAIN_DECODER, KLBudget, KLPrice, OnlineConfig, as_rewards, kl_controls, load_reward,
+)  # fmt: skip
+from .watched import held_out_rewards
 from ..types import PromptBatch, Rollout, along, host, within
 
 # %% auto #0
-__all__ = ['online_presets', 'KLBudget', 'KLPrice', 'OnlineConfig', 'rollout_metrics', 'rollout_samples', 'group_metrics',
-           'promises_kept', 'reward_metrics', 'shuffled', 'kl_controls', 'OnlineMethod', 'holds_model', 'check_lag',
-           'check_workers', 'check_draws', 'evaluate_held_out', 'warn_of_endless', 'load_reward', 'as_rewards',
-           'rewarded', 'OnlineTrainer']
-
-# %% ../../nbs/train/online.ipynb #628aa002
-def online_presets(folder: str, lr: float = 1e-3, **more: Any) -> dict[str, dict[str, Any]]:
-    """The presets of a method that learns from its own answers.
-
-    Args:
-        folder: of the toy run, below `runs`.
-        lr: learning rate in the toy world.
-        more: what else the toy run of this method has of its own.
-    """
-    toy_run: dict[str, Any] = {
-        "data": {"max_prompt_length": 64}, "steps": 40, "epochs": None, "mini_batch_size": 128, "token_budget": 4096,
-        "sampling": {"max_new_tokens": 28},
-    }  # fmt: skip
-    return toy_presets(folder, {"lr": lr, "schedule": "constant"}, **toy_run | more)
-
-
-class KLBudget(StrictConfig):
-    """Settings of a method that knows how far the policy is from a reference."""
-
-    kl_budget: float | None = option(None, "nats per answer that are too much: a warning, or the end of the run", gt=0)
-    kl_budget_stops: bool = option(False, "stop when the budget is spent; otherwise warn")
-
-
-class KLPrice(KLBudget):
-    """Settings of a method in which a nat of drift costs reward."""
-
-    kl_coef: float = option(0.0, "price of one nat of drift; 0: no reference is kept", ge=0)
-    kl_warmup_steps: int = option(0, "steps in which kl_coef rises from 0 in a line", ge=0)
-
-    def kl_controller(self) -> FixedKL:
-        """Who says what a nat costs."""
-        return FixedKL(self.kl_coef, self.kl_warmup_steps)
-
-    @model_validator(mode="after")
-    def _price_can_rise(self) -> KLPrice:
-        """A warm-up needs a price that it leads to."""
-        if self.kl_warmup_steps and not self.kl_coef:
-            raise ValueError(
-                f"kl_warmup_steps is {self.kl_warmup_steps}, but kl_coef is 0: set kl_coef, or leave it out."
-            )
-        return self
-
-
-_PLAIN = DecoderConfig()
-
-
-class OnlineConfig(RewardPart, TextConfig):
-    """What all methods share that learn from their own answers."""
-
-    usual_lr: ClassVar[float] = 1e-6
-    model: ModelConfig = option(ModelConfig(), "the policy: the SFT model")
-    data: DataConfig = option(DataConfig(), "prompts; further columns go to the reward functions")
-    sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="how answers are drawn")
-    decoder: DecoderConfig = option(
-        _PLAIN,
-        "how answers are made from draws; plain, and for raft and online-dpo best_of_n:16, ...",
-    )
-    episodes: EpisodeConfig = option(EpisodeConfig(), "an environment that replies to the policy, tools, and limits")
-    rollouts: RolloutsConfig = option(RolloutsConfig(), "how far drawing runs ahead of learning while rewards wait")
-    optimizer: OptimizerConfig = option(OptimizerConfig(eps=1e-5), "the optimizer and its schedule")
-    num_generations: int = option(1, "answers to each prompt: the group", ge=1)
-    mini_batch_size: int = option(64, "answers per optimizer step, over all devices", ge=1)
-    rollout_batch_size: int = Field(
-        default_factory=lambda d: d.get("mini_batch_size", 1), ge=1, description="answers per collect, over all devices"
-    )
-    mask_truncated: bool = option(False, "answers that were cut teach nothing")
-    old_logps: Literal["auto", "sampler", "recompute"] = option(
-        "auto", "where π_old comes from; auto: the sampler's own where it computes in fp32, and drew from these weights"
-    )
-    importance_cap: float = option(2.0, "largest weight where sampler and scorer differ", ge=1)
-    importance_floor: float | None = option(
-        None, "smallest such weight; what lies outside of both weighs 0 (IcePop); null: cut at the cap", gt=0, le=1
-    )
-    importance_level: Literal["token", "sequence"] = option("token", "whether tokens are weighed so, or whole answers")
-    samples_per_step: int = option(2, "answers written to samples.jsonl at each step", ge=0)
-
-    @classmethod
-    def in_our_words(cls, data: Mapping[str, Any]) -> dict[str, Any]:
-        """As in `StrictConfig`; an older file of a method that prices no drift may say so."""
-        free = {k: f.default for k, f in KLPrice.model_fields.items() if k not in cls.model_fields}
-        return super().in_our_words({k: v for k, v in data.items() if k not in free or v != free[k]})
-
-    @model_validator(mode="after")
-    def _whole_groups(self) -> OnlineConfig:
-        """Batches hold whole groups."""
-        for name in ("mini_batch_size", "rollout_batch_size"):
-            size, g = getattr(self, name), self.num_generations
-            if size % g:
-                raise ValueError(
-                    f"{name} is {size}, not a multiple of num_generations {g}: an answer is judged by its siblings, so "
-                    f"groups stay whole. Use {max(1, size // g) * g}."
-                )
-        return self
+__all__ = ['rollout_metrics', 'rollout_samples', 'group_metrics', 'promises_kept', 'reward_metrics', 'shuffled', 'OnlineMethod',
+           'holds_model', 'check_lag', 'check_workers', 'check_draws', 'evaluate_held_out', 'warn_of_endless',
+           'OnlineTrainer']
 
 # %% ../../nbs/train/online.ipynb #3b274448
 @torch.no_grad()
@@ -293,15 +196,6 @@ def shuffled(engine: Engine, data: Rollout, seed: int, unit: int, size: int) -> 
     for start in range(0, len(rows), size):
         yield engine.share(data if len(rows) <= size else data[rows[start : start + size]])
 
-
-def kl_controls(kl: FixedKL) -> dict[str, Control]:
-    """The price of a nat, and the KL to hold where the price adapts, as what a person may set while a run goes on."""
-    adapts = isinstance(kl, AdaptiveKL)  # then the price is multiplied: from 0 it would never move
-    found = {"kl_coef": Control(lambda: kl.coef, lambda v: setattr(kl, "coef", v), 1e-6 if adapts else 0.0, 10.0)}
-    if isinstance(kl, AdaptiveKL):
-        found["kl_target"] = Control(lambda: kl.target, lambda v: setattr(kl, "target", v), 0.01, 1000.0)
-    return found
-
 # %% ../../nbs/train/online.ipynb #628aa003
 class OnlineMethod(TextMethod):
     """A method that learns from its own answers; a subclass writes `collect`, `advantages`, `denominators` and `loss`.
@@ -339,7 +233,7 @@ class OnlineMethod(TextMethod):
         self.rewards.check_tokens(tokenizer)
         self.group, self.kl = config.num_generations, config.kl_controller() if isinstance(config, KLPrice) else None
         place: dict[str, Any] = {"device": config.device, "trust_remote_code": config.model.trust_remote_code}
-        how, plain = (config.decoder, rewards, self.name, self.imitates), config.decoder == _PLAIN
+        how, plain = (config.decoder, rewards, self.name, self.imitates), config.decoder == PLAIN_DECODER
         self.sampler: Sampler = make_sampler(config.sampling) if plain else sampler_for(*how, **place)
         self.episodes = None if environment is None else played(self.sampler, environment, model, tokenizer, config)
         self.sampler = self.episodes or self.sampler
@@ -352,7 +246,8 @@ class OnlineMethod(TextMethod):
 
             self.besides = Vllm(vllm, config.rollouts.vllm_options).instead_of(self.sampler, model)
             self.draws = Vllm.name
-        self.ahead = self.rollouts if config.rollouts.lag or config.rollouts.workers or vllm else None
+        ray = config.rollouts.ray
+        self.ahead = self.rollouts if config.rollouts.lag or config.rollouts.workers or vllm or ray else None
         self.temperature, self._taken, self._older = config.sampling.temperature, math.nan, 0.0
 
     @abstractmethod
@@ -443,8 +338,12 @@ class OnlineMethod(TextMethod):
         now = any(holds_model(fn) for fn in self.rewards.fns)  # it computes with what the updates compute with
         how = self.config.rollouts
         parts = lambda: (self.model, self.besides or self.sampler, self.tokenizer, self.adapter)
-        count = how.workers or int(how.vllm is not None)
-        workers = Workers(count, how.lag + 2, parts) if count else None
+        count, place = how.workers or int(bool(how.vllm or how.ray)), None
+        if how.ray is not None:
+            from rlhf_nb.rollout.ray import OnRay
+
+            place = OnRay(how.ray, count)
+        workers = Workers(count, how.lag + 2, parts, place) if count else None
         return Rollouts(self.ask, 0 if now else how.at_once or how.lag + 1, workers)
 
     def load_ahead(self, told: list[dict[str, Any]]) -> None:
@@ -453,11 +352,8 @@ class OnlineMethod(TextMethod):
         self.rollouts.load_state_dict(told, self.engine.device)
         lag, was = self.config.rollouts.lag, max([t["number"] - t["version"] for t in told], default=None)
         if was not in (lag, None):
-            warnings.warn(
-                f"rollouts.lag is {lag}, and was {was}: the answers of {len(told)} steps in the checkpoint are "
-                "learnt from first.",
-                stacklevel=3,
-            )
+            first = f"the answers of {len(told)} steps in the checkpoint are learnt from first"
+            warnings.warn(f"rollouts.lag is {lag}, and was {was}: {first}.", stacklevel=3)
 
     def heat(self, temperature: float) -> None:
         """Draw, score and learn at this temperature from now on."""
@@ -554,20 +450,13 @@ class OnlineMethod(TextMethod):
         with self.meter.time("wait_rewards"):
             said = self.rollouts.said(self.ticket)
         self.rewards.stats, self.rewards.steps = said.stats, said.steps
-        now, before = time.monotonic(), self._taken
-        lag, hides = (
-            self.config.rollouts.lag,
-            self.rollouts.workers is not None or said.seconds >= 0.05 * (now - before),
-        )
+        now, lag = time.monotonic(), self.config.rollouts.lag
+        took, dear = now - self._taken, f"{self._older:.2g} s a step faster, which scoring older answers takes"
+        hides = self.rollouts.workers is not None or said.seconds >= 0.05 * took
         if lag and not hides and self.ticket.number == lag + 1:
-            slower = (
-                f"{self._older:.2g} s a step faster, which scoring older answers takes" if self._older else "as fast"
-            )
-            warnings.warn(
-                f"rollouts.lag is {lag}, but the rewards of a step took {said.seconds:.2g} s of its {now - before:.2g} "
-                f"s, so there is little to hide, and answers are learnt from that are older: lag=0 is {slower}.",
-                stacklevel=5,
-            )
+            share = f"the rewards of a step took {said.seconds:.2g} s of its {took:.2g} s, so there is little to hide"
+            older = f"and answers are learnt from that are older: lag=0 is {dear if self._older else 'as fast'}."
+            warnings.warn(f"rollouts.lag is {lag}, but {share}, {older}", stacklevel=5)
         self._taken = now
         return said.scores, said.parts
 
@@ -635,10 +524,9 @@ class OnlineMethod(TextMethod):
     def measure(self, r: Rollout) -> dict[str, float]:
         """The numbers of a rollout, whose columns are on the CPU."""
         found = rollout_metrics(r, self.kl_coef) | sampling_metrics(r, self.sampler) | self.lag_metrics(r)
-        found |= reward_metrics(r, self.rewards, self.engine) | (
-            episode_metrics(r.columns["episode"]) if "episode" in r.columns else {}
-        )
-        if self.episodes is None and self.config.decoder == _PLAIN:
+        found |= reward_metrics(r, self.rewards, self.engine)
+        found |= episode_metrics(r.columns["episode"]) if "episode" in r.columns else {}
+        if self.episodes is None and self.config.decoder == PLAIN_DECODER:
             found |= promises_kept(r, eos_ids(unwrapped(self.model), self.tokenizer))
         return found if r.values is not None else found | group_metrics(r.need("scores"), self.config.num_generations)
 
@@ -731,7 +619,7 @@ def check_lag(method: OnlineMethod) -> None:
 
 
 def check_workers(method: OnlineMethod) -> None:
-    """See whether `rollouts.workers` or `rollouts.vllm` can draw for a method.
+    """See whether what `rollouts` names can draw for a method.
 
     Args:
         method: attached to its engine.
@@ -739,18 +627,23 @@ def check_workers(method: OnlineMethod) -> None:
     Raises:
         ConfigError: answers that they don't draw, or something that can't be sent.
     """
-    cfg, engine, vllm = method.config, method.engine, method.config.rollouts.vllm
+    cfg, engine, how = method.config, method.engine, method.config.rollouts
+    key = next((k for k in ("vllm", "ray", "workers") if getattr(how, k)), None)
+    if key is None:
+        return
     wrong = {
-        f"the policy is on {engine.device}, and they compute on CPUs": engine.device.type != "cpu" and not vllm,
+        f"the policy is on {engine.device}, and they compute on CPUs": engine.device.type != "cpu" and key != "vllm",
+        "actors of Ray have no GPU for it: vLLM draws in a process of this machine": bool(key == "vllm" and how.ray),
         "each process that learns holds only a part of the weights": getattr(engine.strategy, "cuts_weights", False),
         "sampling.sampler=continuous has threads of its own": cfg.sampling.sampler == "continuous",
-        "decoder draws in more ways than one": cfg.decoder != _PLAIN, method.draws_besides: bool(method.draws_besides),
+        "decoder draws in more ways than one": cfg.decoder != PLAIN_DECODER,
+        method.draws_besides: bool(method.draws_besides),
     }  # fmt: skip
     why = next((k for k, on in wrong.items() if on), None)
-    if why and (vllm or cfg.rollouts.workers):
-        key, off = ("vllm", "null") if vllm else ("workers", "0")
-        raise ConfigError(f"rollouts.{key} is {vllm or cfg.rollouts.workers}, but {why}: set rollouts.{key}={off}.")
-    if (vllm or cfg.rollouts.workers) and method.rollouts.workers is not None:
+    if why:
+        off = "0" if key == "workers" else "null"
+        raise ConfigError(f"rollouts.{key} is {getattr(how, key)}, but {why}: set rollouts.{key}={off}.")
+    if method.rollouts.workers is not None:
         method.rollouts.workers.pack()
 
 
@@ -816,79 +709,6 @@ def warn_of_endless(scores: Tensor, ended: Tensor, fixed: float) -> bool:
         )
     return bool(below)
 
-# %% ../../nbs/train/online.ipynb #2a7f70e2
-def load_reward(config: OnlineConfig) -> tuple[Any, dict[str, Any]]:
-    """The reward that `config.reward` names, and rewards to watch beside it.
-
-    Args:
-        config: `rewards` are entries (`train.entries`); `reward` is the folder of a reward model, of an ensemble's
-            `member-*` folders, or in a world that is made here "check" (1 for a right answer), "proxy" (what its
-            labellers believe an answer is worth; "check" where it has none) or "gold", where it has one.
-
-    Raises:
-        ConfigError: neither names anything.
-    """
-    world = world_of(config.data.path)
-    gold = {} if world is None or world.gold is None else {"gold": world.gold}
-    if config.rewards:
-        return from_entries(config.rewards, config), gold
-    if config.reward is None:
-        raise ConfigError(
-            "reward is not set, so there is nothing to maximise: reward=FOLDER of a reward model, or entries, "
-            "rewards=[{verify: number}], rewards=[{file: rewards.py, fn: NAME}].",
-            python="In Python a trainer also takes functions, reward=f.",
-        )
-    if config.reward == "gold" and gold:
-        return gold["gold"], {}
-    if config.reward == "proxy" and world is not None and world.taste is not None:
-        return Rewards([world.taste], names=["proxy"], timeout=config.reward_timeout), gold
-    if config.reward in ("check", "proxy") and world is not None:
-        return from_entries(world.check, config), gold
-    if config.reward in ("gold", "check", "proxy") and not Path(config.reward).exists():
-        raise ConfigError(
-            f"reward={config.reward} judges answers of worlds that are made here, and data.path is {config.data.path}: "
-            "name the folder of a reward model, or an entry, rewards=[{verify: number}]."
-        )
-    trust = config.model.trust_remote_code
-    return load_models(config.reward, token_budget=config.token_budget, trust_remote_code=trust), gold
-
-
-def as_rewards(
-    reward: Any, config: OnlineConfig, logged: Mapping[str, Any] | None = None,
-    environment: Mapping[str | None, Kind] | None = None,
-) -> Rewards:  # fmt: skip
-    """A reward model, an ensemble, a function, or a list of these, as `Rewards`, and what is logged beside them.
-
-    Args:
-        reward: what is maximised.
-        config: of the run; `watch` names entries that are logged, too.
-        logged: functions by name that are asked at each step, and that nothing is learnt from.
-        environment: kinds whose rewards are added.
-    """
-    pays = environment is not None and any(kind.pays for kind in environment.values())
-    reward = EnvironmentReward() if reward is None and pays else reward
-    if isinstance(reward, RewardModel):
-        reward = RewardModelFn(reward, token_budget=config.token_budget)
-    if isinstance(reward, Rewards) and config.reward_weights:
-        raise ConfigError(
-            f"reward_weights is {config.reward_weights}, but the rewards come with weights of their own: leave it out, "
-            "and write weights into the entries."
-        )
-    how: dict[str, Any] = {"weights": config.reward_weights, "timeout": config.reward_timeout}
-    rewards = reward if isinstance(reward, Rewards) else Rewards(reward, **how)
-    if pays and not any(isinstance(f, EnvironmentReward) for f in rewards.fns):
-        rewards = with_watched(rewards, Rewards([EnvironmentReward()]))
-        rewards.weights[-1] = 1.0
-    if config.watch:
-        rewards = with_watched(rewards, entries_as_rewards(config.watch, config, "watch"))
-    return with_watched(rewards, Rewards(list(logged.values()), names=list(logged))) if logged else rewards
-
-# %% ../../nbs/train/online.ipynb #fb7378e7
-def rewarded(config: RewardPart) -> bool:
-    """Whether a config says what an answer is worth, be it by an environment that pays."""
-    played = isinstance(config, OnlineConfig) and config.episodes.environment is not None
-    return config.reward is not None or bool(config.rewards) or played
-
 # %% ../../nbs/train/online.ipynb #628aa004
 _O = TypeVar("_O", bound=OnlineConfig)
 
@@ -924,21 +744,11 @@ class OnlineTrainer(TextTrainer[_O]):
 
     @takes_trl
     def __init__(
-        self,
-        config: _O,
-        model: Any = None,
-        tokenizer: Any = None,
-        reward: Any = None,
-        rows: list[Row] | None = None,
-        eval_rows: list[Row] | None = None,
-        watch: dict[str, Any] | None = None,
-        reference: Any = None,
-        callbacks: Iterable[Callback] = (),
-        logged: Mapping[str, Any] | None = None,
-        tools: Sequence[Callable[..., Any]] | None = None,
-        environment: Any = None,
-        **options: Any,
-    ) -> None:
+        self, config: _O, model: Any = None, tokenizer: Any = None, reward: Any = None, rows: list[Row] | None = None,
+        eval_rows: list[Row] | None = None, watch: dict[str, Any] | None = None, reference: Any = None,
+        callbacks: Iterable[Callback] = (), logged: Mapping[str, Any] | None = None,
+        tools: Sequence[Callable[..., Any]] | None = None, environment: Any = None, **options: Any,
+    ) -> None:  # fmt: skip
         if "policy" in options:
             raise ConfigError("the policy is called model here, as in all trainers: write model=..., not policy=...")
         replies = environment is not None or tools is not None or config.episodes != EpisodeConfig()
@@ -962,14 +772,8 @@ class OnlineTrainer(TextTrainer[_O]):
             callbacks = [BudgetStop(budget, stop=config.kl_budget_stops), *callbacks]  # type: ignore[attr-defined]
         super().__init__(config, model, tokenizer, rows, eval_rows, callbacks, parts=parts, **options)
         for name in {*self.method.rewards.names, *self.method.watch} & {*OWN_NUMBERS}:
-            warnings.warn(
-                (
-                    f"the reward {name!r} is eval/{shown_as(name)} in evaluations, because eval/{name} is the answers' "
-                    "own."
-                ),
-                DataNote,
-                stacklevel=3,
-            )
+            renamed = f"the reward {name!r} is eval/{shown_as(name)} in evaluations"
+            warnings.warn(f"{renamed}, because eval/{name} is the answers' own.", DataNote, stacklevel=3)
         check_lag(self.method)
         if budget is not None and self.method.reference is None:
             raise ConfigError(

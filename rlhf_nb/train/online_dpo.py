@@ -49,12 +49,8 @@ class OnlineDPO(PairMethod):
         counts = counts & (counts.sum(1, keepdim=True) > 1)
         best, worst = (torch.where(counts, scores, float(f"{s}inf")) for s in ("-", "+"))
         clear = counts.any(1) & (best.max(1).values > worst.min(1).values)
-        sign = (
-            torch.zeros_like(scores)
-            .scatter(1, best.argmax(1, keepdim=True), 1.0)
-            .scatter(1, worst.argmin(1, keepdim=True), -1.0)
-        )
-        sign = torch.where(clear[:, None], sign, 0.0)
+        sign = torch.zeros_like(scores).scatter(1, best.argmax(1, keepdim=True), 1.0)
+        sign = sign.scatter(1, worst.argmin(1, keepdim=True), -1.0).where(clear[:, None], 0.0)
         r.advantages = torch.where(r.completion_mask, sign.flatten()[:, None], 0.0)
         return r
 

@@ -15,7 +15,8 @@ from ..losses.preference import check_losses
 from ..rollout.backends import sampling_metrics
 from ..rollout.mixture import sample_mixture
 from ..rollout.service import StepTicket
-from .online import KLBudget, OnlineConfig, OnlineMethod, online_presets, shuffled
+from .online import OnlineMethod, shuffled
+from .online_config import KLBudget, OnlineConfig, online_presets
 from ..types import PromptBatch, Rollout
 
 # %% auto #0

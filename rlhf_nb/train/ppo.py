@@ -24,7 +24,8 @@ from ..rollout.episodes import Kind
 from .registry import register
 from .words import takes_trl
 from ..data.worlds import Row
-from .online import KLPrice, OnlineConfig, OnlineMethod, OnlineTrainer, as_rewards, online_presets
+from .online import OnlineMethod, OnlineTrainer
+from .online_config import KLPrice, OnlineConfig, as_rewards, online_presets
 from ..types import LossSum, PromptBatch, Rollout
 
 # %% auto #0
@@ -186,12 +187,10 @@ class PPO(OnlineMethod):
     def rates(self) -> Callable[[str], float | None] | None:
         """The critic's own learning rate, if it has one."""
         rate = self.config.critic_lr
+        if rate is None:
+            return None
         own = ("value_model.", "value_head.")
-        return (
-            None
-            if rate is None
-            else lambda name: rate if name.startswith(own) or ".value." in name and ".lora_" in name else None
-        )
+        return lambda name: rate if name.startswith(own) or (".value." in name and ".lora_" in name) else None
 
     def keep_updating(self, stats: dict[str, float]) -> bool:
         """False when the policy has moved far enough on this rollout (`target_kl`)."""

@@ -33,14 +33,10 @@ __all__ = ['StepConfig', 'ProcessConfig', 'LabelledSteps', 'Process', 'collate_s
 class StepConfig(StrictConfig):
     """Where steps end."""
 
-    separator: str = option(
-        "\n", "text at the end of each step but the last; rows get it where it is missing", min_length=1
-    )
+    separator: str = option("\n", "text that ends each step but the last; rows get it where it lacks", min_length=1)
     pattern: str | None = option(None, "regular expression; a step ends where a match ends, instead")
     token: str | None = option(None, "a token that ends each step, instead; rows get it after each step")
-    complete: bool = option(
-        True, "a row's last step ends its answer, and is judged at EOS; false: rows may stop anywhere"
-    )
+    complete: bool = option(True, "a row's last step ends its answer, judged at EOS; false: rows may stop anywhere")
 
     @model_validator(mode="after")
     def _can_be_found(self) -> StepConfig:
@@ -73,9 +69,7 @@ class ProcessConfig(TextConfig):
         DataConfig(), "prompt+completions+labels: steps, and a label for each, 0 or 1 or a share in between"
     )
     boundary: StepConfig = option(StepConfig(), "where steps end, in the rows and later in answers")
-    hard_from: float | None = option(
-        None, "labels of at least this become 1, all others 0; null: as they are", gt=0, le=1
-    )
+    hard_from: float | None = option(None, "labels from here on become 1, others 0; null: as they are", gt=0, le=1)
 
 # %% ../../nbs/train/process.ipynb #e686eb9f
 @dataclass(eq=False, repr=False)
@@ -133,8 +127,6 @@ class Process(TextMethod):
 
     def evaluate(self, held_out: Sequence[Row]) -> dict[str, float]:
         """Accuracy, calibration, and how often the first wrong step is found, on held-out rows."""
-        if not held_out:
-            return {}
         judged = list[Tensor]()
         if rows := self.my_share(held_out):
             mine = self.collate(rows)
@@ -207,11 +199,8 @@ def process_report(values: Tensor, labels: Tensor, ends: Tensor, bins: int = 10)
         return out
     found, true = _first(v < 0.5, ends), _first(y < 0.5, ends)
     wrong = true < ends.shape[1]
-    shares = {
-        name: float((found == true)[rows].double().mean())
-        for name, rows in (("first_error", wrong), ("all_right", ~wrong))
-        if bool(rows.any())
-    }
+    kinds = {name: rows for name, rows in (("first_error", wrong), ("all_right", ~wrong)) if bool(rows.any())}
+    shares = {name: float((found == true)[rows].double().mean()) for name, rows in kinds.items()}
     if len(shares) == 2:
         a, b = shares.values()
         shares["first_error_f1"] = 2 * a * b / (a + b) if a + b else 0.0

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ..config import PathText, option
 from ..losses.sft import sft_loss
-from .online import OnlineConfig, OnlineMethod, OnlineTrainer, online_presets
+from .online import OnlineMethod, OnlineTrainer
+from .online_config import OnlineConfig, online_presets
 from .registry import register
 from ..types import LossSum, PromptBatch, Rollout, along, host
 

@@ -32,9 +32,8 @@ class MethodInfo:
     rows: RowKind  # the format it reads
     about: str = ""  # one line of help
     online: bool = False  # samples answers and asks a reward
-    leaves: Literal["policy", "reward", "process", "pairs"] = (
-        "policy"  # a model that answers, one that scores answers or steps, or labelled pairs
-    )
+    # a model that answers, one that scores answers or steps, or labelled pairs
+    leaves: Literal["policy", "reward", "process", "pairs"] = "policy"
     starts_from: tuple[str, ...] = ("sft",)  # stages whose policy it takes: the first that there is, "base" after all
     # in memory; what `reward` names comes on top
     holds: tuple[Held, ...] | Callable[[Any], tuple[Held, ...]] = ("policy",)

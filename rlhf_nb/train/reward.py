@@ -29,19 +29,9 @@ from ..scoring.head import text_config
 from ..console import tell
 from ..models.layers import cut_body
 from rlhf_nb.train.fit_head import (
-    PIECE,
-    Fitted,
-    FitPace,
-    difference_states,
-    fit_members,
-    keep_fit,
-    kept_states,
-    pieces_of,
-    read_fit,
-    set_heads,
-    told_of,
-    weight_digest,
-)
+    PIECE, Fitted, FitPace, difference_states, fit_members, keep_fit, kept_states, pieces_of, read_fit, set_heads,
+    told_of, weight_digest,
+)  # fmt: skip
 from .registry import register
 from ..data.worlds import Row
 from .method import TextConfig, TextMethod, split_pairs, tokenize_rows
@@ -71,13 +61,10 @@ class RewardConfig(TextConfig):
         "last", "state at the last real token, the mean of all, or both: the last state beside the mean of the answer"
     )
     fit_head_pairs: int = option(
-        0,
-        "training pairs that the head is fitted to before the first step, on the body as it comes; 0: it is drawn",
-        ge=0,
+        0, "training pairs that the head is fitted to before the first step, on the body as it is; 0: none", ge=0
     )
     body_layers: int | Literal["auto"] | None = option(
-        None,
-        "layers of the body that are kept; auto: up to the one whose states fit_head_pairs predict best; null: all",
+        None, "layers of the body that are kept; auto: up to the one that fit_head_pairs predict best from; null: all"
     )
     head_layers: list[int] | Literal["auto"] | None = option(
         None,
@@ -109,16 +96,12 @@ class RewardConfig(TextConfig):
                 f"head_layers is {self.head_layers}, and {key} is {getattr(self, key)!r}: the body ends behind the "
                 "last of head_layers, and only a linear head reads several. Leave one of the two out."
             )
-        keys = {
-            "body_layers": self.body_layers is not None,
-            "head_layers": self.head_layers is not None,
-            "train_body=false": not self.train_body,
-        }
-        if self.model.lora is not None and any(keys.values()):
-            key = next(k for k, given in keys.items() if given)
+        keys = [k for k in ("body_layers", "head_layers") if getattr(self, k) is not None]
+        keys += [] if self.train_body else ["train_body=false"]
+        if self.model.lora is not None and keys:
             raise ValueError(
-                f"{key} and model.lora don't go together: an adapter trains the body, and is saved for the whole of "
-                "it. Leave one of them out."
+                f"{keys[0]} and model.lora don't go together: an adapter trains the body, and is saved for all of it. "
+                "Leave one of them out."
             )
         return self
 
@@ -157,14 +140,9 @@ class Reward(TextMethod):
     config: RewardConfig
 
     def __init__(
-        self,
-        members: Sequence[RewardModel],
-        tokenizer: Any,
-        config: RewardConfig,
-        demonstrations: Sequence[Row] = (),
-        examples: Sequence[Row] = (),
-        to_fit: Sequence[Row] = (),
-    ) -> None:
+        self, members: Sequence[RewardModel], tokenizer: Any, config: RewardConfig, demonstrations: Sequence[Row] = (),
+        examples: Sequence[Row] = (), to_fit: Sequence[Row] = (),
+    ) -> None:  # fmt: skip
         super().__init__(None, tokenizer, config, RewardEnsemble(members, config.token_budget))
         self.members, self.demonstrations = list(members), list(demonstrations)
         self.examples, self.to_fit = list(examples), list(to_fit)
@@ -200,18 +178,11 @@ class Reward(TextMethod):
             )
         several, pooled = config.head_layers == "auto", 2 if config.pooling == "both" else 1
         every = several or config.body_layers == "auto"
-        how: list[Any] = [
-            len(self.members),
-            config.seed,
-            config.pooling,
-            config.body_layers,
-            str(engine.precision.compute_dtype),
-        ]
-        how += [] if config.head_layers is None else [config.head_layers]
+        how: list[Any] = [len(self.members), config.seed, config.pooling, config.body_layers]
+        how += [str(engine.precision.compute_dtype), *([] if config.head_layers is None else [config.head_layers])]
         body = [weight_digest(p) for p in first.decoder.parameters()]
-        of = weight_digest(
-            torch.zeros(0), *how, *body, *[(r["prompt_ids"], r["chosen_ids"], r["rejected_ids"]) for r in rows]
-        )
+        pairs = [(r["prompt_ids"], r["chosen_ids"], r["rejected_ids"]) for r in rows]
+        of = weight_digest(torch.zeros(0), *how, *body, *pairs)
         kept = engine.gather_object(read_fit(config.output_dir, of) if engine.is_main else None)[0]
         if kept is not None:
             return of, kept
@@ -278,8 +249,6 @@ class Reward(TextMethod):
 
     def evaluate(self, held_out: Sequence[Row]) -> dict[str, float]:
         """Accuracy, margin and calibration on held-out pairs, and how far one gets there without a language model."""
-        if not held_out:
-            return {}
         engine, rows, scores = self.engine, self.my_share(held_out), list[Tensor]()
         if rows:
             pairs = self.collate(rows).completions()
@@ -315,11 +284,8 @@ class Reward(TextMethod):
     def save_model(self, directory: str | Path) -> None:
         """One reward model: plain sequence classification with one label. An ensemble: a folder `member-k` for each."""
         for i, member in enumerate(self.members):
-            member.save(
-                Path(directory) / f"member-{i}" if len(self.members) > 1 else directory,
-                self.tokenizer,
-                merge=self.config.model.lora is None,
-            )
+            place = Path(directory) / f"member-{i}" if len(self.members) > 1 else directory
+            member.save(place, self.tokenizer, merge=self.config.model.lora is None)
 
 # %% ../../nbs/train/reward.ipynb #41694c4a
 class Prediction(NamedTuple):
@@ -417,12 +383,8 @@ def word_bags(rows: Sequence[Row]) -> WordBags:
         found += [(i, t, 1.0) for t in sorted(chosen - rejected)] + [(i, t, -1.0) for t in sorted(rejected - chosen)]
     pair, token, side = zip(*found) if found else ((), (), ())
     longer = [math.log(max(1, len(r["chosen_ids"])) / max(1, len(r["rejected_ids"]))) for r in rows]
-    return WordBags(
-        torch.tensor(pair).long(),
-        torch.tensor(token).long(),
-        torch.tensor(side).double(),
-        torch.tensor(longer).double(),
-    )
+    where, how = ([torch.tensor(x) for x in xs] for xs in ((pair, token), (side, longer)))
+    return WordBags(*(x.long() for x in where), *(x.double() for x in how))
 
 
 def fit_words(words: WordBags, size: int, ridge: float, trust: Tensor | None = None) -> Tensor:
@@ -466,11 +428,8 @@ def baselines(rows: Sequence[Row], held_out: Sequence[Row]) -> dict[str, float]:
     cut = len(rows) - len(rows) // 5
     known, kept, ridge = word_bags(rows[:cut]), word_bags(rows[cut:]), 10.0
     if len(rows) >= 50:  # fewer choose nothing
-        right = {
-            r: float((kept.margin(fit_words(known, size, r)) > 0).double().mean())
-            for r in (100.0, 30.0, 10.0, 3.0, 1.0)
-        }
-        ridge = max(right, key=lambda r: right[r])
+        tried = {r: kept.margin(fit_words(known, size, r)) for r in (100.0, 30.0, 10.0, 3.0, 1.0)}
+        ridge = max(tried, key=lambda r: float((tried[r] > 0).double().mean()))
     margin = test.margin(fit_words(word_bags(rows), size, ridge))
     by_words = (margin > 0).double() + 0.5 * (margin == 0).double()
     by_length = (test.longer < 0).double() + 0.5 * (test.longer == 0).double()

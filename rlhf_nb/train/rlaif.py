@@ -23,31 +23,22 @@ from ..config import DataConfig, ModelConfig, PathText, PrecisionName, SamplingC
 from ..core import ConfigError, DataError, RewardError, RunError, decide_precision, derive_seed
 from ..data.templates import encode_pairs, encode_prompts, is_blank, pairs_as_chat, speaks_chat
 from ..data.worlds import World, gold_of, FIRST_WORLD, world_of
-from ..rewards.base import RewardModelFn, Rewards
-from ..models.heads import RewardModel
+from ..rewards.base import Rewards
 from ..types import Completions, Rollout, prompt_uid
 from ..run.engine import Engine
 from ..models.load import load_causal_lm, load_tokenizer
 from ..judges.constitution import Constitution, ModelWriter
 from ..judges.constitution import critique_and_revise, drawn_principle, load_constitution
 from rlhf_nb.judges.judge import (
-    Agreement,
-    BothOrders,
-    Criteria,
-    FunctionJudge,
-    Judge,
-    JudgeTemplate,
-    Opinions,
-    Texts,
-    Verdicts,
-)
+    Agreement, BothOrders, Criteria, FunctionJudge, Judge, JudgeTemplate, Opinions, Texts, Verdicts,
+)  # fmt: skip
 from ..judges.judge import agreement, label_pairs, verdicts_of
 from ..judges.judge import judged_text as plain_text
 from ..judges.endpoint import EndpointConfig, EndpointJudge
 from ..judges.model import ModelJudge
 from ..run.lock import RunLock
 from ..run.log import EventLog, RunDir, config_changes, cut_back, plain_json, read_metrics
-from .entries import RewardEntry, build_rewards
+from .entries import RewardEntry, rewards_from
 from .registry import register
 from ..files import open_regular
 from ..untrusted import Unreadable
@@ -83,17 +74,10 @@ class JudgeConfig(StrictConfig):
     @model_validator(mode="after")
     def _one(self) -> JudgeConfig:
         """One judge."""
-        given = {
-            "a model": self.model is not None,
-            "an endpoint": self.endpoint is not None,
-            "rewards": bool(self.rewards),
-        }
-        named = [name for name, there in given.items() if there]
+        given = {"a model": self.model, "an endpoint": self.endpoint, "rewards": self.rewards or None}
+        named = [name for name, value in given.items() if value is not None]
         if len(named) > 1:
-            raise ValueError(
-                f"{' and '.join(named)} are given, and only one can judge: leave "
-                f"{'one of them' if len(named) == 2 else 'two of them'} out."
-            )
+            raise ValueError(f"{' and '.join(named)} are given, and only one can judge: leave the others out.")
         return self
 
 
@@ -119,18 +103,11 @@ class RewardJudge(BothOrders):
 
     def rate(self, prompts: Texts, completions: Texts, criteria: Criteria = None) -> Opinions:
         """Scores, [B]; None where no reward has an opinion."""
-        scored = copy.copy(self.rewards)
-        scored.fns, scored.names = [*scored.fns, _no_word], [*scored.names, "_no_word"]
-        scored.weights = [*scored.weights, 1.0]  # so that a row on which all others are silent is no error here
-        total, parts = scored(self._rollout(list(prompts), list(completions)))
-        heard = torch.stack(
-            [
-                ~parts[n].isnan()
-                for n, w in zip(self.rewards.names, self.rewards.weights)
-                if w or not any(self.rewards.weights)
-            ]
-        )
-        return [s if h else None for s, h in zip(total.tolist(), heard.any(0).tolist(), strict=True)]
+        own = self.rewards
+        total, parts = copy.copy(own)(self._rollout(list(prompts), list(completions)), needed=False)
+        counting = [n for n, weight in zip(own.names, own.weights) if weight or not any(own.weights)]
+        heard = torch.stack([~parts[n].isnan() for n in counting]).any(0)
+        return [s if h else None for s, h in zip(total.tolist(), heard.tolist(), strict=True)]
 
     def verdicts(self, prompts: Texts, firsts: Texts, seconds: Texts, criteria: Criteria = None) -> Verdicts:
         """Both orders; each answer is scored once."""
@@ -159,19 +136,9 @@ class RewardJudge(BothOrders):
         uid = torch.tensor([prompt_uid(p) for p, _ in ids], dtype=torch.int64)
         texts = [x if isinstance(x, str) else plain_text(x) if x else "" for x in completions]
         ended = torch.ones(len(ids), dtype=torch.bool)
-        return Rollout(
-            **c.columns_dict(),
-            uid=uid,
-            finished=ended,
-            prompts=prompts,
-            texts=texts,
-            columns={k: list(v) for k, v in self.columns.items()},
-        )
-
-
-def _no_word(prompts: list[Any], completions: list[str]) -> list[float]:
-    """A reward of 0 for everything."""
-    return [0.0] * len(completions)
+        columns = {k: list(v) for k, v in self.columns.items()}
+        about: dict[str, Any] = {"uid": uid, "finished": ended, "prompts": prompts, "texts": texts, "columns": columns}
+        return Rollout(**c.columns_dict(), **about)
 
 
 def toy_judge(seed: int = 0, world: World | None = None) -> FunctionJudge:
@@ -250,13 +217,8 @@ def make_judge(config: RLAIFConfig, constitution: Constitution | None = None, to
         return EndpointJudge(template=template, labels=c.labels, **settings)
     if c.rewards:
         device = decide_precision(config.device, config.precision).device
-        found = build_rewards(
-            list(c.rewards), trust_remote_code=config.model.trust_remote_code, device=device, key="judge.rewards"
-        )
-        if not isinstance(found, Rewards):
-            found = Rewards(
-                RewardModelFn(found, c.rewards[0].name or "reward_model") if isinstance(found, RewardModel) else found
-            )
+        trust = config.model.trust_remote_code
+        found = rewards_from(list(c.rewards), trust_remote_code=trust, device=device, key="judge.rewards")
         tokenizer = tokenizer or load_tokenizer(config.model)
         found.check_tokens(tokenizer)
         return RewardJudge(found, tokenizer, c.clarity)
@@ -303,9 +265,8 @@ def check_judge(judge: Judge, rows: Sequence[Row], seed: int = 0) -> Agreement:
 
 def columns_of(rows: Sequence[Row]) -> dict[str, list[Any]]:
     """What rows know beside prompt and answers, [B] each, for rewards that look at it."""
-    names = dict.fromkeys(
-        k for row in rows for k in row if k not in ("prompt", "chosen", "rejected", "completion", "margin")
-    )
+    own = ("prompt", "chosen", "rejected", "completion", "margin")
+    names = dict.fromkeys(k for row in rows for k in row if k not in own)
     return {k: [row.get(k) for row in rows] for k in names}
 
 
@@ -468,14 +429,8 @@ class Labelling:
             try:
                 changes = config_changes(folder.config(), plain_json(config))
             except Unreadable as e:
-                changes = []
-                warnings.warn(
-                    (
-                        f"{folder.config_path} can't be read ({e}): nobody knows whether the labels so far had other "
-                        "settings"
-                    ),
-                    stacklevel=2,
-                )
+                changes, lost = [], f"{folder.config_path} can't be read ({e})"
+                warnings.warn(f"{lost}: whether the labels so far had other settings isn't known", stacklevel=2)
             deciding = [c for c in changes if c.split(":")[0].split(".")[0] not in _FREE]
             if deciding:
                 raise RunError(
@@ -516,18 +471,9 @@ class Labelling:
         columns: dict[str, Any] = {"row": [place[i] for i in both]}
         columns |= {"principle": [p.name for p in drawn]} if c else {}
         one, two = ([_reply(prompts[i], text[i]) for i in both] for text in (a, b))
-        criteria, sure = [p.criterion for p in drawn] if c else None, cfg.min_confidence
-        known = columns_of([self.rows[first + i] for i in both])
-        made = label_pairs(
-            self.judge,
-            [prompts[i] for i in both],
-            one,
-            two,
-            criteria=criteria,
-            columns=columns,
-            min_confidence=sure,
-            known=known,
-        )
+        told: dict[str, Any] = {"criteria": [p.criterion for p in drawn] if c else None, "columns": columns}
+        told |= {"min_confidence": cfg.min_confidence, "known": columns_of([self.rows[first + i] for i in both])}
+        made = label_pairs(self.judge, [prompts[i] for i in both], one, two, **told)
         stats = made.stats | {"empty": float(len(prompts) - len(both))}
         stats |= {"gold/right": _right(self.gold, made.rows)} if self.gold else {}
         given = [{"prompt": p, "completion": x, "row": i} for p, x, i in zip(prompts, a, place)] if c else []

@@ -15,7 +15,8 @@ from ..core import ConfigError
 from ..losses.kl import KLKind
 from ..losses.group import group_surrogate
 from ..losses.process import move_to_steps
-from .online import KLPrice, OnlineConfig, OnlineMethod, OnlineTrainer, online_presets
+from .online import OnlineMethod, OnlineTrainer
+from .online_config import KLPrice, OnlineConfig, online_presets
 from .registry import register
 from ..types import LossSum, PromptBatch, Rollout, along
 
@@ -89,24 +90,20 @@ class RLOO(OnlineMethod):
         Raises:
             ConfigError: ReMax without them.
         """
-        cfg, mask, old = self.config, r.completion_mask, r.need("old_logps")
-        scores = r.need("scores")
+        cfg, mask, old, scores = self.config, r.completion_mask, r.need("old_logps"), r.need("scores")
         if cfg.baseline == "group_batch":
             scores = scores - scores.view(-1, cfg.num_generations).mean(1).repeat_interleave(cfg.num_generations)
-        rewards = kl_shaped_rewards(
-            scores, old, old if r.ref_logps is None else r.ref_logps, mask, self.kl_coef, cfg.kl_kind
-        )
+        ref = old if r.ref_logps is None else r.ref_logps
+        rewards = kl_shaped_rewards(scores, old, ref, mask, self.kl_coef, cfg.kl_kind)
         if r.step_rewards is not None and self.by_token:
             rewards = move_to_steps(rewards, r.step_rewards, mask)
         if self.by_token:
-            each = gae(rewards, torch.zeros_like(rewards), mask, 1.0, 1.0)[0]
-            each = whiten(each, mask)
+            each = whiten(gae(rewards, torch.zeros_like(rewards), mask, 1.0, 1.0)[0], mask)
         else:
             whole = rewards.sum(1)
             whole = whole - (rloo_baseline(whole, cfg.num_generations) if cfg.baseline == "rloo" else _known(greedy))
             if cfg.whiten_advantages:
-                row = torch.ones_like(whole, dtype=torch.bool)
-                whole = whiten(whole, row)
+                whole = whiten(whole, torch.ones_like(whole, dtype=torch.bool))
             each = torch.where(mask, whole[:, None], 0.0)
         r.token_rewards, r.advantages = rewards, each
         return r
@@ -133,12 +130,10 @@ class RLOO(OnlineMethod):
         """The clipped surrogate: of tokens, or of whole answers."""
         cfg = self.config
         new = self.module(micro, temperature=cfg.sampling.temperature).logps
-        level: dict[str, Any] = (
-            {"level": "token", "per": "token"} if self.by_token else {"level": "answer", "per": "sequence"}
-        )
+        how: dict[str, Any] = {"level": "token", "per": "token"} if self.by_token else {"level": "answer"}
         policy = group_surrogate(
             new, micro.need("old_logps"), micro.need("advantages"), micro.completion_mask,
-            clip_eps_low=cfg.clip_eps_low, clip_eps_high=cfg.clip_eps_high, correction=self.correction(micro), **level,
+            clip_eps_low=cfg.clip_eps_low, clip_eps_high=cfg.clip_eps_high, correction=self.correction(micro), **how,
         )  # fmt: skip
         return {"policy": (policy, 1.0)}
 

@@ -16,7 +16,7 @@ from ..console import me, tell
 from ..core import RunError
 from ..data.worlds import gold_of
 from ..run.lock import RunLock
-from .online import OnlineConfig
+from .online_config import OnlineConfig
 from .registry import get, of
 from .rlaif import RLAIFConfig
 from ..files import read_regular, write_whole

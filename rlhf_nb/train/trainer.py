@@ -17,18 +17,9 @@ from ..core import ConfigError, DataError
 from ..data.formats import renamed
 from ..data.mix import MixSource
 from rlhf_nb.data.rows import (
-    data_read,
-    held_out_of_stream,
-    in_kind,
-    leaked,
-    load_parts,
-    names_of,
-    parts_of,
-    reading_of,
-    seeds_of,
-    stream_rows,
+    data_read, held_out_of_stream, in_kind, leaked, load_parts, names_of, parts_of, reading_of, seeds_of, stream_rows,
     weights_of,
-)
+)  # fmt: skip
 from ..data.sources import MemorySource, cut_example, row_lengths
 from ..data.worlds import RowKind, Row, world_of
 from ..models.load import check_window
@@ -164,19 +155,11 @@ class TextTrainer(Trainer, _OfConfig[_T]):
 
     @takes_trl
     def __init__(
-        self,
-        config: _T,
-        model: Any = None,
-        tokenizer: Any = None,
-        rows: list[Row] | None = None,
-        eval_rows: list[Row] | None = None,
-        callbacks: Iterable[Callback] = (),
-        *,
-        parts: dict[str, Any] | None = None,
+        self, config: _T, model: Any = None, tokenizer: Any = None, rows: list[Row] | None = None,
+        eval_rows: list[Row] | None = None, callbacks: Iterable[Callback] = (), *, parts: dict[str, Any] | None = None,
         compute_metrics: Callable[[Any], dict[str, float]] | None = None,
-        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
-        **options: Any,
-    ) -> None:
+        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None, **options: Any,
+    ) -> None:  # fmt: skip
         self.own_metrics, self.reduced = compute_metrics, preprocess_logits_for_metrics
         if model is None:
             model, tokenizer, _ = load_policy(config.model, config)

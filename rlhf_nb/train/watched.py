@@ -13,9 +13,8 @@ from pydantic import Field, model_validator
 from ..config import PathText, StrictConfig, option
 from ..core import RewardError, did_you_mean
 from ..judges.judge import Judge, JudgeReward, Opinions
-from ..models.heads import RewardModel
-from ..rewards.base import RewardModelFn, Rewards
-from .entries import RewardEntry, from_entries
+from ..rewards.base import Rewards
+from .entries import RewardEntry, entry_settings, rewards_from
 from .method import TextConfig
 from .rlaif import JudgeConfig, make_judge
 
@@ -156,11 +155,7 @@ def entries_as_rewards(entries: Sequence[RewardEntry], config: TextConfig, key: 
         config: of the run: time limit, trust, token budget, device.
         key: how the list is called, for messages.
     """
-    found = from_entries(list(entries), config, key)
-    if isinstance(found, Rewards):
-        return found
-    fn = RewardModelFn(found, token_budget=config.token_budget) if isinstance(found, RewardModel) else found
-    return Rewards(fn, names=[entries[0].name or fn.name])
+    return rewards_from(list(entries), **entry_settings(config, key))
 
 
 def entries_by_name(entries: Sequence[RewardEntry], config: TextConfig, key: str) -> dict[str, Any]:

@@ -43,9 +43,7 @@ def dataset_rows(data: Any, what: str) -> Any:
     """
     if data is None or isinstance(data, list):
         return data
-    if hasattr(data, "to_dict") and hasattr(
-        data, "iterrows"
-    ):  # a pandas table, in which NaN means that nothing is there
+    if hasattr(data, "to_dict") and hasattr(data, "iterrows"):  # a pandas table, in which NaN means nothing
         return [{k: None if v != v else v for k, v in row.items()} for row in data.to_dict("records")]
     if isinstance(data, Mapping) and data and all(isinstance(v, list | tuple) for v in data.values()):
         lengths = {k: len(v) for k, v in data.items()}
@@ -104,13 +102,9 @@ def lora_settings(peft_config: Any, model_type: str) -> dict[str, Any]:
             "target_modules='all-linear', or a list."
         )
     targets = targets if targets == "all-linear" else [targets] if isinstance(targets, str) else sorted(targets)
-    return {
-        "r": peft_config.r,
-        "alpha": float(peft_config.lora_alpha),
-        "dropout": float(peft_config.lora_dropout),
-        "target_modules": targets,
-        **{name: getattr(peft_config, name) for name in _SAME if getattr(peft_config, name)},
-    }
+    same = {name: getattr(peft_config, name) for name in _SAME if getattr(peft_config, name)}
+    alpha, dropout = float(peft_config.lora_alpha), float(peft_config.lora_dropout)
+    return {"r": peft_config.r, "alpha": alpha, "dropout": dropout, "target_modules": targets, **same}
 
 
 def _model_type(model: Any, named: ModelConfig) -> str:
@@ -204,13 +198,8 @@ def _fit_embeddings(model: Any, tokens: int) -> None:
     """A row for each token; that most of them are new is said, because then the tokenizer is another model's."""
     added = resize_embeddings(model, tokens)
     if 2 * added > tokens:
-        warnings.warn(
-            (
-                f"the tokenizer has {tokens} tokens and the model knew {tokens - added}: {added} were added, all "
-                "alike. Is it the tokenizer of this model?"
-            ),
-            stacklevel=5,
-        )
+        known = f"the tokenizer has {tokens} tokens and the model knew {tokens - added}"
+        warnings.warn(f"{known}: {added} were added, all alike. Is it the tokenizer of this model?", stacklevel=5)
 
 
 def our_arguments(
