@@ -124,9 +124,7 @@ def _other_choice(kind: str, want: str, ratio: float = 0.0) -> tuple[str, str]:
     where = "the CPU" if kind == "cpu" else kind
     if want == "fp16" or (want == "bf16" and kind != "cpu"):
         other = "'auto', 'fp32' or 'bf16'" if kind == "cpu" else "'auto' or 'fp32'"
-        raise ConfigError(
-            f"precision: {want!r} was asked for, but training in it on {where} isn't reliable. Use {other}."
-        )
+        raise ConfigError(f"precision: {want!r} was asked for, but is not dependable on {where}. Use {other}.")
     if want == "bf16" and ratio < 1:
         slow = f"bf16 on the CPU, as asked, though products run at {ratio:.2f} times the speed of fp32 here"
         return want, f"{slow}: this processor has no fast bf16 units, so precision=fp32 is quicker and more exact"

@@ -664,6 +664,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a late reset": ({"environment": Late, "rows": [{"answer": 1}], "episodes": {"call_seconds": 0.1}}, "'Late' gives none (TimeoutError: gave no answer within"),
     "no prompt, and tools alone": ({"tools": [good], "environment": None, "reward": len, "rows": [{"answer": 1}]}, "has no prompt, and no environment gives one"),
     "wrong arguments": ({"environment": None, "episodes": {"environment": "calculator", "options": {"digitz": 3}}}, "environment 'Calculator' can't be made (TypeError: "),
+    "limits of nothing": ({"environment": None, "episodes": {"max_turns": 3}}, "episodes.max_turns is set, but neither"),
+    "credit of nothing": ({"environment": None, "episodes": {"credit": "turns"}}, "episodes.credit is set, but neither"),
     "no room": ({"environment": Chat, "episodes": {"max_tokens": 2}}, "has room for 2"),
     "an object": ({"environment": Chat()}, "give the class"),
     "unknown name": ({"environment": None, "episodes": {"environment": "calculater"}}, "Did you mean 'calculator'"),

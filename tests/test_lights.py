@@ -61,9 +61,19 @@ def offline(rng: np.random.Generator, pairs: bool = True) -> Known:
     return known
 
 
+def judged(rng: np.random.Generator, best: float = 0.78) -> Known:
+    """A reward model as it should be: on 400 held-out pairs better than a bag of words in the end, not at first."""
+    at = T[9::10]
+    error = {f"eval/{k}_stderr": (at, np.full(len(at), 0.023)) for k in ("accuracy", "words_accuracy", "shorter_accuracy")}
+    right = rng.binomial(400, 0.5 + (best - 0.5) * (1 - np.exp(-at / 40))) / 400
+    words, shorter = (np.full(len(at), rng.binomial(400, p) / 400) for p in (0.68, 0.55))
+    return error | {"eval/accuracy": (at, right), "eval/words_accuracy": (at, words), "eval/shorter_accuracy": (at, shorter)}
+
+
 HEALTHY: dict[str, Callable[[np.random.Generator], Known]] = {
     "PPO": online, "GRPO": lambda rng: online(rng, critic=False), "PPO, KL at half its budget": lambda rng: online(rng, price=0.5),
     "DPO": offline, "SFT": lambda rng: offline(rng, pairs=False),
+    "reward model": judged,
 }  # fmt: skip
 
 
@@ -100,6 +110,7 @@ DISEASES: dict[str, tuple[str, Callable[[np.random.Generator], Known]]] = {  # w
         "length", lambda rng: planted(online(rng), completions__mean_length=(T, 20 + 60 * late(T) + rng.normal(0, 2, N)))),
     "the learning rate is too high: the loss rises again": ("learning", lambda rng: planted(offline(rng, False), loss=(T, 0.3 + 0.4 * np.exp(-T / 20) + 1.5 * late(T) + rng.normal(0, 0.05, N)))),
     "rows are learnt by heart": ("held out", lambda rng: planted(offline(rng), eval__loss=(T[9::10], 0.5 + 0.5 * late(T[9::10]) + rng.normal(0, 0.01, N // 10)))),
+    "a reward model knows less than a bag of words": ("baselines", lambda rng: judged(rng, 0.5)),
     "answers are too old: a seventh of their weight counts": ("stale answers", lambda rng: planted(online(rng), rollout__effective_share=(T, rng.beta(15, 90, N)))),
     "sampler and scorer disagree about tokens": ("estimators", lambda rng: planted(online(rng), objective__kl=(T, online(rng)["objective/kl"][1] + 0.8))),
 }  # fmt: skip
@@ -130,9 +141,9 @@ def false_alarms(runs: int = 40) -> dict[str, list[set[str]]]:
 
 
 @pytest.mark.slow
-def test_two_hundred_healthy_runs_raise_few_alarms() -> None:
+def test_healthy_runs_raise_few_alarms() -> None:
     found = [said for runs in false_alarms().values() for said in runs]
-    assert len(found) == 200 and sum(map(bool, found)) <= 4, [said for said in found if said]
+    assert len(found) == 240 and sum(map(bool, found)) <= 4, [said for said in found if said]
 
 
 if __name__ == "__main__":

@@ -255,5 +255,5 @@ def test_a_reward_that_sleeps_as_long_as_the_rest_of_the_step(tmp_path: Path) ->
         print(f"lag {lag}: {step:.3f} s a step, of it {rest:.3f} the rest; the reward sleeps {sleep:.3f}")
         if lag == 0:
             assert 0.9 < (rest + sleep) / step < 1.1
-        else:  # a machine that gets busier makes one of them longer; the other is hidden behind it
-            assert 2 * max(rest, sleep) / step >= 1.7
+        else:  # equal times would take 2 / 1.15 = 1.74 times less; where they differ, the shorter hides behind the longer
+            assert min(rest, sleep) >= 0.3 * max(rest, sleep) and step <= 1.15 * max(rest, sleep)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from rlhf_nb import DPOConfig
@@ -17,7 +18,7 @@ from rlhf_nb.cli.main import app
 from rlhf_nb.config import DataConfig
 from rlhf_nb.core import DataError
 from rlhf_nb.data import toy
-from rlhf_nb.data.formats import DataWarning, to_rows
+from rlhf_nb.data.formats import DataWarning, to_format, to_rows
 from rlhf_nb.data.rows import in_kind, load_rows, stream_rows
 from rlhf_nb.data.shapes import ATTRIBUTES, SHAPES, DataNote, Reading, shape_table
 from rlhf_nb.data.sources import tokenize_preferences, tokenize_prompts, tokenize_sft
@@ -67,6 +68,13 @@ FILES: dict[str, list[dict[str, Any]]] = {
     "alpaca": [{"instruction": "Answer.", "input": q, "output": a, "text": f"### Answer.\n{q}\n### {a}"} for q, a in zip(Q, A, strict=True)],
     "prompt_response": [{"prompt": q, "response": a} for q, a in zip(Q, A, strict=True)],
     "thumbs": [{"prompt": q, "response": t, "label": t is a} for q, a, b in zip(Q, A, B, strict=True) for t in (a, b)],
+    "question_thumbs": [
+        {"question": q, "answer": t, "thumbs_up": t is a} for q, a, b in zip(Q, A, B, strict=True) for t in (a, b)
+    ],
+    "alpaca_thumbs": [
+        {"instruction": "Answer.", "input": q, "output": t, "label": int(t is a)}
+        for q, a, b in zip(Q, A, B, strict=True) for t in (a, b)
+    ],
     "question_answer": [{"question": q, "answer": a} for q, a in zip(Q, A, strict=True)],
     "question_pairs": [{"question": q, "chosen": a, "rejected": b} for q, a, b in zip(Q, A, B, strict=True)],
     "orca": [{"system": "Be brief.", "question": q, "chosen": a, "rejected": b} for q, a, b in zip(Q, A, B, strict=True)],
@@ -98,6 +106,8 @@ EXPECTED: list[tuple[str, str, Any]] = [
     ("prompt_response", "sft", {"prompt": Q[0], "completion": A[0]}),
     ("prompt_response", "prompt", {"prompt": Q[0], "response": A[0]}),
     ("thumbs", "unpaired", {"prompt": Q[0], "completion": A[0], "label": True}),
+    ("question_thumbs", "unpaired", {"prompt": ASKED, "completion": [says(A[0])], "label": True}),
+    ("alpaca_thumbs", "unpaired", {"prompt": [user(f"Answer.\n\n{Q[0]}")], "completion": [says(A[0])], "label": True}),
     ("thumbs", "preference", "Pairs come from two answers"),
     ("question_answer", "sft", {"prompt": ASKED, "completion": [says(A[0])]}),
     ("question_answer", "prompt", {"prompt": ASKED, "question": Q[0], "answer": A[0]}),
@@ -149,7 +159,7 @@ def test_a_file_of_each_shape(tmp_path: Path, name: str, kind: Any, row: Any) ->
         assert first["rejected"][0]["content"].startswith(B[0])
         row = row | {"rejected": first["rejected"]}
     assert first == row
-    if kind not in ("unpaired",) and name not in ("kto", "thumbs"):
+    if kind != "unpaired" and "thumbs" not in name and name != "kto":
         assert len(found) == len(ANIMALS)
     again = list(to_rows(found, kind))
     assert again == found, "once normal, always normal"
@@ -229,7 +239,7 @@ TRAINS = {
     **dict.fromkeys(("sharegpt", "alpaca", "prompt_response", "question_answer", "messages", "numina", "tulu_sft"), "sft"),
     **dict.fromkeys(("hermes", "xlam", "tools", "numina_cot", "text lines"), "sft"),
     **dict.fromkeys(("question_pairs", "orca", "ultrafeedback", "helpsteer", "hh", "nectar", "openai_pairs", "arena", "tulu_pairs"), "preference"),
-    **dict.fromkeys(("kto", "thumbs"), "unpaired"), **dict.fromkeys(("stepwise", "prm800k", "math_shepherd"), "stepwise"),
+    **dict.fromkeys(("kto", "thumbs", "question_thumbs", "alpaca_thumbs"), "unpaired"), **dict.fromkeys(("stepwise", "prm800k", "math_shepherd"), "stepwise"),
     "rlvr": "prompt",
 }  # fmt: skip
 
@@ -340,8 +350,8 @@ def test_lines_of_a_text(tmp_path: Path) -> None:
     assert load_rows(DataConfig(path=str(tmp_path / "book.txt")), "sft")[0] == [{"text": A[0]}, {"text": A[1]}]
 
 
-def test_all_fifteen_are_covered() -> None:
-    assert len(FILES) == 15 and set(FILES) == {n for n, _, _ in EXPECTED} | {"tools"}
+def test_all_seventeen_are_covered() -> None:
+    assert len(FILES) == 17 and set(FILES) == {n for n, _, _ in EXPECTED} | {"tools"}
 
 
 @pytest.mark.parametrize("name", [n for n in FILES if n not in ("stepwise", "tools")])
@@ -533,3 +543,16 @@ def test_the_command_names_row_column_and_cure(tmp_path: Path, monkeypatch: pyte
     assert code == 0 and "\u001b" not in text and "␛[2J" in text
     code, text = look("odd.jsonl", "data.colums={query: prompt}")
     assert code == 1 and "Did you mean 'data.columns'?" in text
+
+
+@pytest.mark.parametrize("write", [str.title, str.upper])
+@pytest.mark.parametrize(("name", "kind"), [("alpaca", "sft"), ("kto", "unpaired"), ("question_pairs", "preference")])
+def test_columns_in_capitals_lose_nothing(name: str, kind: str, write: Any) -> None:
+    """The advice renames every column of the shape, Alpaca's input included, and following it reads the row."""
+    small = {c: v for c, v in FILES[name][0].items() if c != "text"}
+    row = {write(c): v for c, v in small.items()}
+    with pytest.raises(DataError, match="small letters") as refused:
+        to_format(row, kind)
+    names = yaml.safe_load("{" + str(refused.value).partition("data.columns={")[2].partition("}")[0] + "}")
+    assert names.keys() == row.keys()
+    assert to_format({names[c]: v for c, v in row.items()}, kind) == to_format(small, kind)

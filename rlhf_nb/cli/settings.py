@@ -73,6 +73,9 @@ def typed(config: str | None, toy: bool, overrides: Sequence[str] | None) -> lis
     return [*(["--config", config] if config else []), *(["--toy"] if toy else []), *(overrides or [])]
 
 
+_CHECKED = "Where rows hold right answers, 'rewards=[{verify: number}]' in place of reward=FOLDER checks them. "
+
+
 def say_what_to_train(command: str, kind: str, config: Any, given: Sequence[str] = ()) -> None:
     """Refuse a config that names no model or no data: a toy is only trained for who asks for one.
 
@@ -92,6 +95,7 @@ def say_what_to_train(command: str, kind: str, config: Any, given: Sequence[str]
         more = [f"{key}={'FILE' if 'data' in key else 'FOLDER' if key == 'reward' else 'MODEL'}" for key in lacking]
         raise ConfigError(
             f"not set: {', '.join(lacking)}. Nothing is made up in {'its' if len(lacking) == 1 else 'their'} place. "
+            f"{_CHECKED if 'reward' in lacking else ''}"
             f"Type one of\n  {' '.join([line, shlex.join(given), *more]).replace('  ', ' ')}\n  {line} --toy"
             f"{' teacher=toy' if 'teacher' in lacking else ''}"
         )

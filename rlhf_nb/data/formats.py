@@ -42,7 +42,7 @@ def warn_rows(message: str, kind: type[UserWarning] = DataWarning) -> None:
 __all__ = ['Message', 'Text', 'Row', 'OPTIONAL', 'SFT_FORMATS', 'PROMPTED', 'USUAL', 'ROLES', 'HUMAN', 'ASSISTANT', 'DataWarning',
            'warn_rows', 'format_table', 'detect_format', 'renamed', 'check_messages', 'without_none', 'hermes_as_calls',
            'thoughts_of', 'with_thoughts', 'check_text', 'prompt_text', 'is_hh', 'parse_hh', 'extract_prompt',
-           'to_format', 'format_of', 'whole_rows', 'to_rows', 'COLUMNS']
+           'to_format', 'format_of', 'whole_rows', 'to_rows', 'disliked', 'COLUMNS']
 
 # %% ../../nbs/data/formats.ipynb #e9212480
 _all_ = ["COLUMNS"]
@@ -90,6 +90,17 @@ def _no_format(columns: Iterable[str] | Mapping[str, Any], allowed: Sequence[str
     none = f" ({listed(empty)}: None)" if empty else ""
     begins = f"{where}: the columns are {listed(there) or 'none'}{none}, but {what} needs {needs}."
     row = columns if isinstance(columns, Mapping) else {}
+    small = {c.lower(): row[c] for c in there} if row else {}
+    if (
+        small.keys() - {*there}
+        and len(small) == len(there)
+        and (
+            any(small.keys() >= {*COLUMNS[f]} for f in allowed)
+            or {s.gives for s in shapes_of(small, None)} & {*allowed}
+        )
+    ):
+        renames = ", ".join(f"{c}: {c.lower()}" for c in there if c.lower() != c)
+        return DataError(f"{begins} Names are told by their small letters: data.columns={{{renames}}} reads them so.")
     shapes = shapes_of(row, None)
     if shapes and shapes[0].gives not in ("prompt", *allowed):
         return DataError(
@@ -718,8 +729,10 @@ def to_rows(rows: Iterable[Row], to: str | None = None, reading: Reading = PLAIN
     try:
         for i, row in gather(enumerate(whole_rows(rows)), reading):
             try:
-                if to == "sft" and _disliked(row):
-                    raise NothingToCompare(f"row {i}: the label says that this answer was disliked.")
+                if to == "sft" and disliked(row):
+                    raise NothingToCompare(
+                        f"row {i}: the label says that this answer was disliked, so it is no demonstration."
+                    )
                 found, shape = _read(row, to, f"row {i}", reading)
             except NothingToCompare as e:
                 why = why or str(e)
@@ -749,8 +762,13 @@ def _begins_with_answer(row: Row) -> bool:
     return isinstance(first, Mapping) and SPEAKERS.get(first.get("from", first.get("role"))) == "assistant"
 
 
-def _disliked(row: Any) -> bool:
-    """Whether a row is an answer with a thumb down."""
-    if not isinstance(row, Mapping) or row.get("prompt") is None or not (row.get("completion") or row.get("response")):
+def disliked(row: Any) -> bool:
+    """Whether a row is an answer with a thumb down, in the format or in a shape that makes it.
+
+    Args:
+        row: one line of a dataset.
+    """
+    if not isinstance(row, Mapping):
         return False
-    return str(row.get("label")).strip().lower() in ("0", "false", "0.0")
+    down = str(row.get("label", row.get("thumbs_up"))).strip().lower() in ("0", "false", "0.0")
+    return down and (None not in map(row.get, COLUMNS["unpaired"]) or bool(shapes_of(row, "unpaired")))

@@ -178,7 +178,7 @@ def load_parts(data: DataConfig, kind: RowKind, seed: int = 0) -> list[tuple[lis
         kept = [r for r in rows if row_key(r) not in seen] if data.dedup else rows
         seen |= {row_key(r) for r in kept}
         if not kept:
-            raise DataError(f"{part.path}: all its {len(rows)} rows stand in other sources of data.mix: leave it out.")
+            raise DataError(f"{part.path}: all of its {len(rows)} rows stand in other sources of data.mix: drop it.")
         out.append((kept, held))
     if data.eval_size is not None:
         _tell_shared_prompts([r for rows, _ in out for r in rows], [r for _, held in out for r in held], data)

@@ -241,7 +241,7 @@ def _render(
             raise DataError(
                 f"The chat template doesn't write tools: {unseen!r} is nowhere in what it makes of a dialogue, so the "
                 f"model would never see it. model.chat_template={_other(tok, next(iter(unique.values())), given)} "
-                f"does, data.columns={tools: null} goes without."
+                f"does, data.columns={{tools: null}} goes without."
             )
         texts |= zip(unique, found)
     return [texts[k] for k in keys]

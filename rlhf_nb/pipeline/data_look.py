@@ -14,7 +14,7 @@ from typing import Any
 from ..config import DataConfig, ModelConfig, StrictConfig, option
 from ..core import DataError, printable
 from ..data.convert import to_unpaired
-from ..data.formats import COLUMNS, PROMPTED, SFT_FORMATS, format_of, is_hh, to_format, whole_rows
+from ..data.formats import COLUMNS, PROMPTED, SFT_FORMATS, disliked, format_of, is_hh, to_format, whole_rows
 from ..data.shapes import SYSTEM, NothingToCompare, Reading, Shape, gather, recognise
 from rlhf_nb.data.sources import (
     LengthReport, length_report, row_key,
@@ -95,16 +95,11 @@ def look_at(data: DataConfig, method: str | None = None, seed: int = 0, most: in
             found.wrong.append(str(e))
         else:
             parts = list(to_unpaired([normal])) if fmt != kind else [normal]
-            disliked = kind == "sft" and "label" in row and not _liked(row["label"])
-            found.left_out += disliked
-            found.rows += [] if disliked else parts
-            found.numbers += [] if disliked else [i] * len(parts)
+            left = kind == "sft" and disliked(row)
+            found.left_out += left
+            found.rows += [] if left else parts
+            found.numbers += [] if left else [i] * len(parts)
     return found
-
-
-def _liked(label: Any) -> bool:
-    """Whether a label is no thumb down."""
-    return str(label).strip().lower() not in ("0", "0.0", "false")
 
 
 def _taken_for(row: Row, fmt: str, reading: Reading) -> str:
@@ -199,7 +194,7 @@ def _judgement(row: Row, turned: bool = False) -> bytes | None:
         first, second = ("rejected", "chosen") if turned else ("chosen", "rejected")
         return row_key({"prompt": row["prompt"], "chosen": row[first], "rejected": row[second]})
     if "completion" in row and "label" in row:
-        label = _liked(row["label"]) is not turned
+        label = disliked(row) is turned
         return row_key({"prompt": row["prompt"], "completion": row["completion"], "label": label})
     return None
 

@@ -322,6 +322,23 @@ def _held_out(known: Known, config: Mapping[str, Any]) -> Concern:
     return "watch", f"{text}: rows are learnt by heart. Train on fewer epochs{back}"
 
 
+def _baselines(known: Known, config: Mapping[str, Any]) -> Concern:
+    """Does a reward model order held-out pairs better than a rule that reads no sentence?"""
+    _, _, ours = _first(known, "eval/accuracy")
+    rules = {"words": "a bag of words", "shorter": "choosing the shorter answer"}
+    rivals = [(recent(known[f"eval/{k}_accuracy"][1], 0), k) for k in rules if f"eval/{k}_accuracy" in known]
+    if not len(ours) or not rivals:
+        return None
+    other, key = max(rivals)
+    errors = [_first(known, f"eval/{k}_stderr")[2] for k in ("accuracy", f"{key}_accuracy")]
+    own, their = (float(e[-1]) if len(e) else 0.0 for e in errors)
+    text = f"{ours[-1]:.0%} of held-out pairs are ordered rightly, {other:.0%} by {rules[key]}"
+    rises = len(ours) < 4 or ours[-1] > ours[len(ours) // 2] + 2 * own  # a model that begins to learn is below any rule
+    if rises or ours[-1] + 3 * math.hypot(own, their) >= other:
+        return "ok", text
+    return "bad", f"{text}: it knows less than that rule. Train longer or with a higher lr, or look at the pairs"
+
+
 def _chosen(known: Known, config: Mapping[str, Any]) -> Concern:
     """Do chosen answers become less likely as well?"""
     if any(k not in known for k in ("rewards/chosen", "rewards/margins", "logps/chosen")):
@@ -358,7 +375,7 @@ CHECKS: dict[str, _Look] = {
         "the reward is noise, or scores belong to other answers; ask it for the same answers in another order"),
     "clipping": _above("policy/clipfrac_avg", 0.25, 0.5, "of the tokens' ratios were clipped",
         "steps are too large: lower lr, or fewer inner epochs"),
-    "learning": _learning, "held out": _held_out, "chosen": _chosen, "stale answers": _stale, "numbers": _skipped,
+    "learning": _learning, "held out": _held_out, "baselines": _baselines, "chosen": _chosen, "stale answers": _stale, "numbers": _skipped,
     "stalls": _stall,
 }  # fmt: skip
 _NEEDED = (
@@ -366,7 +383,8 @@ _NEEDED = (
     "objective/kl", "objective/kl_k3", "objective/kl_stderr", "objective/kl_k3_stderr", "policy/entropy_avg",
     "objective/entropy", "completions/mean_length", "val/explained_variance", "loss", "grad_norm", "skipped",
     "perf/stall_s", "perf/step_s", "frac_reward_zero_std", "completions/clipped_ratio", "policy/clipfrac_avg",
-    "eval/loss", "rewards/chosen", "rewards/margins", "logps/chosen", "rollout/effective_share", "rollout/lag",
+    "eval/accuracy", "eval/accuracy_stderr", "eval/words_accuracy", "eval/words_accuracy_stderr",
+    "eval/shorter_accuracy", "eval/shorter_accuracy_stderr", "eval/loss", "rewards/chosen", "rewards/margins", "logps/chosen", "rollout/effective_share", "rollout/lag",
     "objective/non_score_reward", "updates", "completions/ends_lost", "groups/noise",
 )  # fmt: skip
 

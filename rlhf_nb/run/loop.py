@@ -630,7 +630,7 @@ class Trainer:
 
     def held_out_numbers(self) -> dict[str, float]:
         """What the method measures on the held-out rows."""
-        found: dict[str, float] = self.method.evaluate(self.held_out) if self.held_out else {}
+        found: dict[str, float] = self.method.evaluate(self.held_out)
         return found
 
     def save(self, failed: bool = False) -> Path:

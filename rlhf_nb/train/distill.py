@@ -217,6 +217,8 @@ class Distill(TextMethod):
         """Divergence from the teacher and agreement with it, on own answers to held-out prompts (where none are
         learnt on: on held-out answers).
         """
+        if not held_out:
+            return {}
         mine: dict[str, tuple[float, float]] = {}
         if self.my_share(held_out):
             batch = self.collate(list(held_out)).to(self.engine.device)

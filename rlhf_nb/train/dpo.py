@@ -197,6 +197,8 @@ class DPO(OfflineMethod):
     @torch.no_grad()
     def evaluate(self, held_out: Sequence[Row]) -> dict[str, float]:
         """Loss, accuracy, margins and log-probs on held-out pairs."""
+        if not held_out:
+            return {}
         sums: dict[str, tuple[float, float]] = {}
         mine = list(held_out) if self.whole_batch else self.my_share(held_out)  # a loss that sorts pairs sees them all
         with evaluating(self.model), self.engine.autocast(), self.alone():

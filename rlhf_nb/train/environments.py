@@ -55,7 +55,8 @@ def with_environment(
         environment, tools: as a trainer takes them; None: what the config says.
 
     Raises:
-        ConfigError: a name that stands for nothing; see `rollout.episodes.environment_kind`.
+        ConfigError: a name that stands for nothing, or settings of episodes where nothing replies; see
+            `rollout.episodes.environment_kind`.
     """
     named = config.environment
     if environment is None and isinstance(named, dict):
@@ -64,7 +65,15 @@ def with_environment(
         environment = _named(named, config.options)
     if tools is None:
         tools = [named_object(name, "episodes.tools") for name in config.tools]
-    return None if environment is None and not tools else environment_kinds(environment, tools)
+    if environment is not None or tools:
+        return environment_kinds(environment, tools)
+    idle = [k for k, v in EpisodeConfig() if k != "tools" and getattr(config, k) != v]
+    if idle:
+        raise ConfigError(
+            f"episodes.{idle[0]} is set, but neither episodes.environment nor episodes.tools, so each answer has one turn "
+            "and the setting does nothing. Name an environment or a tool, or leave the setting out."
+        )
+    return None
 
 
 def played(

@@ -172,7 +172,9 @@ class GRPO(OnlineMethod):
 
     def has_gradient(self, r: Rollout) -> Tensor:
         """bool[B]; without a KL price, rows of a group whose scores are all equal have none."""
-        return super().has_gradient(r) if self.kl_coef else along(lambda a: a.ne(0).any(1), r.need("advantages"))
+        if self.kl_coef:
+            return super().has_gradient(r)
+        return along(lambda a, m: (a.ne(0) & m).any(1), r.need("advantages"), r.completion_mask)
 
     def denominators(self, mini: Rollout) -> dict[str, Tensor]:
         """Answers or tokens, as `per` says."""

@@ -236,6 +236,8 @@ class KTO(OfflineMethod):
         """Mean implicit rewards of good and bad held-out answers, their margin,
         and how often a good one beats a bad one.
         """
+        if not held_out:
+            return {}
         rewards, labels, mine = [], [], self.my_share(held_out)
         with evaluating(self.model), self.engine.autocast(), self.alone():
             for start in range(0, len(mine), 256):

@@ -127,6 +127,8 @@ class Process(TextMethod):
 
     def evaluate(self, held_out: Sequence[Row]) -> dict[str, float]:
         """Accuracy, calibration, and how often the first wrong step is found, on held-out rows."""
+        if not held_out:
+            return {}
         judged = list[Tensor]()
         if rows := self.my_share(held_out):
             mine = self.collate(rows)

@@ -249,6 +249,8 @@ class Reward(TextMethod):
 
     def evaluate(self, held_out: Sequence[Row]) -> dict[str, float]:
         """Accuracy, margin and calibration on held-out pairs, and how far one gets there without a language model."""
+        if not held_out:
+            return {}
         engine, rows, scores = self.engine, self.my_share(held_out), list[Tensor]()
         if rows:
             pairs = self.collate(rows).completions()

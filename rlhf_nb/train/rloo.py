@@ -120,7 +120,7 @@ class RLOO(OnlineMethod):
 
     def has_gradient(self, r: Rollout) -> Tensor:
         """bool[B]; a row whose advantages are all 0 has none."""
-        return along(lambda a: a.ne(0).any(1), r.need("advantages"))
+        return along(lambda a, m: (a.ne(0) & m).any(1), r.need("advantages"), r.completion_mask)
 
     def denominators(self, mini: Rollout) -> dict[str, Tensor]:
         """Tokens where each has its own reward, else answers."""

@@ -125,6 +125,8 @@ class SFT(TextMethod):
     @torch.no_grad()
     def evaluate(self, held_out: Sequence[Row]) -> dict[str, float]:
         """Mean negative log-likelihood per token on held-out rows, and its exponential."""
+        if not held_out:
+            return {}
         found, rows = None, list[float]()
         if mine := self.my_share(held_out):
             c = self.collate(mine).to(self.engine.device)
