@@ -201,7 +201,7 @@ def test_capabilities_are_held_against_a_frozen_baseline(model: Path, loaded: An
     other, _ = evaluate_suite(
         str(model), suite, EvalConfig(output_dir=str(tmp_path / "o"), max_new_tokens=5), loaded=loaded
     )
-    with pytest.raises(DataError, match="max_new_tokens=6, and now it is 5"):
+    with pytest.raises(DataError, match="max_new_tokens=6, now 5"):
         tester.test({"mine": other})
 
 

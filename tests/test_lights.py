@@ -64,10 +64,16 @@ def offline(rng: np.random.Generator, pairs: bool = True) -> Known:
 def judged(rng: np.random.Generator, best: float = 0.78) -> Known:
     """A reward model as it should be: on 400 held-out pairs better than a bag of words in the end, not at first."""
     at = T[9::10]
-    error = {f"eval/{k}_stderr": (at, np.full(len(at), 0.023)) for k in ("accuracy", "words_accuracy", "shorter_accuracy")}
+    error = {
+        f"eval/{k}_stderr": (at, np.full(len(at), 0.023)) for k in ("accuracy", "words_accuracy", "shorter_accuracy")
+    }
     right = rng.binomial(400, 0.5 + (best - 0.5) * (1 - np.exp(-at / 40))) / 400
     words, shorter = (np.full(len(at), rng.binomial(400, p) / 400) for p in (0.68, 0.55))
-    return error | {"eval/accuracy": (at, right), "eval/words_accuracy": (at, words), "eval/shorter_accuracy": (at, shorter)}
+    return error | {
+        "eval/accuracy": (at, right),
+        "eval/words_accuracy": (at, words),
+        "eval/shorter_accuracy": (at, shorter),
+    }
 
 
 HEALTHY: dict[str, Callable[[np.random.Generator], Known]] = {

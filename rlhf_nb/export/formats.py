@@ -107,7 +107,8 @@ def check_target(out: Path, source: ExportSource, needed: int, overwrite: bool) 
     free = shutil.disk_usage(there).free
     if needed > free:
         raise RunError(
-            f"the export needs about {needed / 1e6:,.0f} MB, and {str(there)!r} has {free / 1e6:,.0f}: make room."
+            f"the export needs about {needed / 1e6:,.0f} MB, and {str(there)!r} has {free / 1e6:,.0f}: make room, or "
+            "name a folder on another disk by --out."
         )
 
 # %% ../../nbs/export/formats.ipynb #a868013
