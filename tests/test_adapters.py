@@ -12,7 +12,7 @@ import pytest
 
 from rlhf_nb.core import ConfigError
 from rlhf_nb.data import toy
-from rlhf_nb.rollout.adapters import Gymnasium, ReasoningGym, TextArena, Verifiers
+from rlhf_nb.rollout.adapters import _PROGRAM, Gymnasium, ReasoningGym, TextArena, Verifiers
 from rlhf_nb.rollout.episodes import Turn
 from rlhf_nb.train.grpo import GRPOConfig, GRPOTrainer
 
@@ -169,3 +169,30 @@ def test_a_run_learns_from_a_game(tmp_path: Path) -> None:
         warnings.simplefilter("ignore")
         event = GRPOTrainer(config, model, toy.build_tokenizer(), rows=[{"prompt": "Play."}] * 8).fit()[-1]
     assert event["rollout/no_move"] + event["rollout/turns"] > 1 and "rewards/environment" in event
+
+
+def test_what_counts_as_a_program() -> None:
+    """Powers that take for ever among them, however they are written; formulas pass."""
+    bombs = [
+        "10**(9*9*9*9*9)",
+        "2**(99-1+99999999)",
+        "9**9**9",
+        "2**1000",
+        "a.b",
+        "f(1)",
+        "[x for x in y]",
+        "__import__('os')",
+    ]
+    assert all(_PROGRAM.search(x) for x in bombs), [x for x in bombs if not _PROGRAM.search(x)]
+    formulas = ["x**(3/2)", "x**(-1)", "x**2/2", "x**-2", "3*(4+5)", "-7/3", "[[1, 2], [3, 4]]"]
+    assert not any(_PROGRAM.search(x) for x in formulas), [x for x in formulas if _PROGRAM.search(x)]
+
+
+def test_a_composite_is_as_careful_as_its_parts(tmp_path: Path) -> None:
+    """Its own module runs nothing; the check of a part does."""
+    composite = pytest.importorskip("reasoning_gym.composite")
+    puzzle = ReasoningGym("composite", datasets=[composite.DatasetSpec("n_queens", 1, {})])
+    puzzle.reset({}, 3)
+    mark = tmp_path / "ran"
+    step = puzzle.step(Turn(f"[open({str(mark)!r}, 'w')]", [], None, 1, 9))
+    assert not mark.exists() and step.metrics == {"refused": 1.0}

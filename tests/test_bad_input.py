@@ -304,6 +304,19 @@ def test_corrupt_model_file(options: list[str], tmp_path: Path) -> None:
     fails("sample", str(tmp_path / "run/model"), "Visitor: Where do owls live?\nPip:", says=("can't be loaded",))
 
 
+def test_a_log_is_read_while_its_folder_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, real = tmp_path / "run", Path.is_dir
+
+    def is_dir(path: Path) -> bool:
+        known = real(path)
+        if path == run:
+            path.mkdir(exist_ok=True)  # by the run, just after the question
+        return known
+
+    monkeypatch.setattr(Path, "is_dir", is_dir)
+    assert read_metrics(run) == read_metrics(run) == []
+
+
 def test_ctrl_c_saves_and_says_how_to_go_on(options: list[str], tmp_path: Path) -> None:
     run = tmp_path / "run"
 

@@ -540,7 +540,7 @@ def test_samples_of_a_finished_run(lab: Lab) -> None:
     lab.page.wait_for_function("() => document.body.innerText.includes('k3 estimate')", timeout=20_000)
     picture(lab.page, "samples_browser", lab.output(0))
     lab.run(1)
-    keys = lab.output(1).locator("input")
+    keys = lab.output(1).locator('input[placeholder^="keys"]')
     keys.wait_for(timeout=30_000)
     keys.click()
     lab.page.keyboard.type("p")

@@ -165,3 +165,9 @@ def test_the_grafana_board_asks_for_metrics_that_are_served(tmp_path: Path) -> N
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
     served = set(re.findall(r"(?m)^(rlhf_nb_\w+)\{", metrics_text(tmp_path)))
     assert asked <= served, sorted(asked - served)
+
+
+def test_a_word_of_the_command_may_come_twice() -> None:
+    """A config called like the method stays in the job's command."""
+    script = slurm_script(["sft", "--config", "sft", "data.path=x"], output_dir="runs/a", nodes=1, gpus_per_node=1)
+    assert "sft --config sft data.path=x output_dir=runs/a --resume --overwrite" in script

@@ -12,6 +12,7 @@ from test_layers import imports
 ROOT = Path(__file__).resolve().parent.parent
 # doors that a reader opens in Python, each with the guide or notebook that shows it
 DOORS = {
+    "widgets.debugger": "docs/board.md: a reward model, asked about an answer word by word",
     "rollout.steps": "docs/rewards.md: labels for a process reward model, by rollouts",
     "feedback.people": "the simulated users that the notebooks of feedback and its tests measure with",
 }

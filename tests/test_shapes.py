@@ -23,6 +23,7 @@ from rlhf_nb.data.rows import in_kind, load_rows, stream_rows
 from rlhf_nb.data.shapes import ATTRIBUTES, SHAPES, DataNote, Reading, shape_table
 from rlhf_nb.data.sources import tokenize_preferences, tokenize_prompts, tokenize_sft
 from rlhf_nb.data.templates import train_bpe
+from rlhf_nb.pipeline.data_look import text_parts
 
 ANIMALS = ["owl", "otter", "fox", "bear", "crane", "heron", "lynx", "newt"]
 Q = [f"Where does the {a} sleep?" for a in ANIMALS]
@@ -556,3 +557,10 @@ def test_columns_in_capitals_lose_nothing(name: str, kind: str, write: Any) -> N
     names = yaml.safe_load("{" + str(refused.value).partition("data.columns={")[2].partition("}")[0] + "}")
     assert names.keys() == row.keys()
     assert to_format({names[c]: v for c, v in row.items()}, kind) == to_format(small, kind)
+
+
+@pytest.mark.parametrize("label", ["easy", None, 0, 1.0, True])
+def test_a_label_that_is_no_thumb_is_looked_at_like_any_column(label: Any) -> None:
+    """A reward's own column may be called so."""
+    assert text_parts({"prompt": "1+1?", "label": label})
+    assert text_parts({"prompt": "1+1?", "completion": "2", "label": label})

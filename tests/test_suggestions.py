@@ -46,7 +46,8 @@ FILLED_IN = {  # where the same word means something else
     "serve --feedback FILE": "serve tiny --feedback said.jsonl", "serve MODEL --traffic FILE": "serve tiny --traffic said.jsonl",
     "eval MODEL --suite {model}": "eval tiny --suite sums", "sample {name}": "sample tiny", "push {place} {name}": "push runs/ppo a/b",
     "{name} --config run/config.yaml": "ppo --config runs/ppo",
-    "{made.method} --config {…}": "ppo --config run.yaml", "get {name}{more}": "get smollm2", "data {name}{…}": "data owner/name",
+    "{made.method} --config {best}": "ppo --config run.yaml", "{…} data.path={made.path} ...": "dpo data.path=pairs.jsonl",
+    "fork {shlex.quote(str(run.path))} --at {run.status.step}": "fork runs/ppo --at 40", "get {name}{more}": "get smollm2", "data {name}{…}": "data owner/name",
     "chat {name}{…}": "chat smollm2", "merge {…} --method": "merge A B -o OUT --method linear", "compare {folder} OTHER_FOLDER":
     "compare runs/eval/old runs/eval/new", "grpo --config {output_dir}": "grpo --config runs/grpo", "get {place}": "get owner/name", "launch METHOD --config FORK": "launch ppo --config FORK", "strategy={strategy}{…}": "strategy=ddp --toy", "get {name} --from": "get smollm2 --from pypi", "--config {…}": "--config run.yaml",
 }  # fmt: skip

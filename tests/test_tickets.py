@@ -10,6 +10,7 @@ import threading
 import time
 import warnings
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -335,16 +336,7 @@ def killed(run_dir: Path, kind: str) -> Any:
     return make(kind, run_dir, 2, slowed(derive_seed(str(time.time_ns()))), steps=10, save_every=2)
 
 
-def ppo(run_dir: Path) -> Any:
-    return killed(run_dir, "ppo")
-
-
-def grpo(run_dir: Path) -> Any:
-    return killed(run_dir, "grpo")
-
-
-def raft(run_dir: Path) -> Any:
-    return killed(run_dir, "raft")
+ppo, grpo, raft = (partial(killed, kind=kind) for kind in ("ppo", "grpo", "raft"))  # called in a process of their own
 
 
 @pytest.mark.slow

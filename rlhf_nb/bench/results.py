@@ -263,7 +263,7 @@ def compare_results(
             )
         other = results[0].settings
         if judged is None and r.settings.get("judge") != other.get("judge"):
-            raise DataError(f"{name} and {called[0]} were rated by different judges: scores of one can be compared.")
+            raise DataError(f"{name} and {called[0]} were rated by different judges: only scores of one compare.")
         if judged is None and "rules" in other and r.settings.get("rules", other["rules"]) != other["rules"]:
             raise DataError(
                 f"{name} was scored by rules of the versions {r.settings['rules']} and {called[0]} by "

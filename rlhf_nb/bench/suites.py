@@ -130,7 +130,7 @@ def _prepared(row: Row, config: SuiteConfig, i: int) -> Row:
     elif "turns" not in row:
         if not row.get("prompt"):
             raise DataError(
-                f"{where} has neither prompt nor turns, but {', '.join(row) or 'nothing'}: columns: {{THEIRS: prompt}}"
+                f"{where} has neither prompt nor turns, but {', '.join(row) or 'nothing'}: columns: {{THEIRS: prompt}}."
             )
         row["turns"] = [row["prompt"]]
     if not isinstance(row["turns"], list) or not row["turns"] or not all(row["turns"]):

@@ -73,7 +73,7 @@ def read_generation(place: ModelConfig) -> dict[str, Any]:
     ends = told.get("eos_token_id")
     numbers = [*(ends if isinstance(ends, list) else [ends]), *map(told.get, (*_OTHERS, "max_new_tokens"))]
     try:
-        SamplingConfig(**{k: told[k] for k in _OURS if told.get("do_sample") and told.get(k) not in (None, 0)})
+        SamplingConfig(**{k: told[k] for k in _OURS if told.get("do_sample") and told.get(k) not in (None, 0, -1)})
         if wrong := [x for x in numbers if not isinstance(x, int | float | None)]:
             raise ConfigError(f"{wrong[0]!r:.60} is no number.")
     except ConfigError as e:

@@ -548,8 +548,10 @@ def launch_command(
         from rlhf_nb.train.stage import with_proxy
 
         if kind == "run":
-            line = f"rlhf-nb run processes={processes} strategy={strategy} {shlex.join(typed(config, toy, overrides))}"
-            raise ConfigError(f"a pipeline starts its stages' processes itself: {line.strip()}")
+            raise ConfigError(
+                f"a pipeline starts its stages' processes itself: rlhf-nb run processes={processes} strategy={strategy}"
+                f"{''.join(f' {shlex.quote(word)}' for word in typed(config, toy, overrides))}"
+            )
         cfg = with_proxy(kind, load_config(kind, config, overrides, toy), toy)
         say_what_to_train("launch", kind, cfg, typed(config, toy, overrides))
         command = [kind, *typed(config, toy, overrides)]

@@ -140,7 +140,7 @@ def _reads(columns: Iterable[str] | Mapping[str, Any], names: Mapping[str, str],
 def _elsewhere(allowed: Sequence[str]) -> str:
     """What can be done with rows that don't have what a purpose needs."""
     if list(allowed) == ["preference"]:
-        return "Pairs come from two answers: a judge labels them (rlhf-nb rlaif). One trains sft, or kto with a label."
+        return "Pairs come from two answers: a judge labels them (rlhf-nb rlaif). Single ones train sft, or kto."
     if list(allowed) == ["unpaired"]:
         return "kto needs a label, 0 or 1, for each answer, or pairs; answers alone train sft."
     return "rlhf-nb data FILE shows what a file is taken for."
@@ -770,5 +770,6 @@ def disliked(row: Any) -> bool:
     """
     if not isinstance(row, Mapping):
         return False
-    down = str(row.get("label", row.get("thumbs_up"))).strip().lower() in ("0", "false", "0.0")
+    label = row.get("label")
+    down = str(row.get("thumbs_up") if label is None else label).strip().lower() in ("0", "false", "0.0")
     return down and (None not in map(row.get, COLUMNS["unpaired"]) or bool(shapes_of(row, "unpaired")))

@@ -122,7 +122,9 @@ def _from_cache(name: str, subset: str | None, revision: str | None) -> Any:
         other = " Another revision of it is there, and is not taken in its place." if any(root.glob("*/*/*")) else ""
         raise DataError(f"the dataset {name!r}{at} is not in the cache.{other}")
     if len(found) > 1 and "default" not in found:
-        raise DataError(f"the dataset {name!r} has several configurations: set data.subset to {', '.join(found)}.")
+        raise DataError(
+            f"the dataset {name!r} has several configurations, of which data.subset names one: {', '.join(found)}."
+        )
     place = found.get("default") or next(iter(found.values()))
     config, version = place.parts[-3:-1]
     return Cache(dataset_name=own, repo_id=name, config_name=config, version=version, hash=commit)

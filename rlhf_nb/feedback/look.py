@@ -36,7 +36,10 @@ def open_store(file: str | Path) -> FeedbackStore:
     store = FeedbackStore(file)
     if not store.path.exists():
         folder = store.path.parent
-        writes = "A server writes one with feedback=FILE, a notebook with rlhf_nb.feedback.store.FeedbackStore(FILE)."
+        writes = (
+            "A server writes one with feedback=FILE, a notebook with FeedbackStore(FILE).add(...) of "
+            "rlhf_nb.feedback.store."
+        )
         hint = did_you_mean(store.path.name, [p.name for p in folder.glob("*.jsonl")], writes)
         raise ConfigError(f"{store.path} doesn't exist. {hint}")
     return store

@@ -208,7 +208,7 @@ class ScalarModel(nn.Module):
         if model.config.num_labels != 1:
             raise ModelError(
                 f"a {cls.role} model has one label, this {type(model).__name__} {model.config.num_labels}: "
-                "num_labels=1."
+                "load it with num_labels=1."
             )
         decoder, score = _parts_of(model, str(model.name_or_path))
         constant = 0.0 if score.bias is None else float(score.bias.detach().float())

@@ -579,7 +579,7 @@ def _merged_weight(layer: Any, adapter: str | None) -> Tensor:
     variant = layer.lora_variant.get(adapter) if isinstance(layer, LoraLayer) else None
     if not isinstance(layer, LoraLayer) or (variant is not None and not type(variant).__name__.startswith("Dora")):
         raise ModelError(
-            f"a {type(variant or layer).__name__} adapter can't be merged as LoRA can: merge=False saves it."
+            f"a {type(variant or layer).__name__} adapter can't be merged (LoRA and DoRA can): merge=False saves it."
         )
     if adapter not in layer.lora_A:
         return weight.detach()
@@ -739,7 +739,7 @@ def check_start(adapter: str, config: LoraConfig) -> None:
     if str(config.init_lora_weights).startswith(("pissa", "olora")):
         raise ModelError(
             f"adapter {adapter!r} started as {config.init_lora_weights!r}, which changed the frozen weights, and what "
-            "was taken out isn't known: by itself it would be wrong there. Save it merged (merge=True)."
+            "was taken out isn't known: on its base model it would be wrong. Save it merged (merge=True)."
         )
 
 
@@ -768,7 +768,7 @@ def plain_logits(kind: Any, folder: Path, dtype: torch.dtype, ids: Tensor, shown
         ids: int64[B, T].
     """
     model, info = kind.from_pretrained(folder, dtype=dtype, output_loading_info=True, use_safetensors=True)
-    check_loaded(model, str(shown), {**info, "unexpected_keys": ()})
+    check_loaded(model, str(shown), info if "CausalLM" in kind.__name__ else {**info, "unexpected_keys": ()})
     with evaluating(model):
         logits: Tensor = model.to(ids.device)(input_ids=ids).logits
     return logits

@@ -186,14 +186,16 @@ def check_fit(models: Sequence[ModelTensors]) -> list[str]:
             if own.get(key) != theirs.get(key):
                 if key == "architectures":
                     raise ModelError(
-                        f"{_shown(first)} is a {own.get(key)}, {_shown(other)} a {theirs.get(key)}: they don't mix."
+                        f"{_shown(first)} is a {own.get(key)}, {_shown(other)} a {theirs.get(key)}: "
+                        "only models of one kind mix."
                     )
                 notes.append(f"{key} is {own.get(key)} in {_shown(first)} (kept), {theirs.get(key)} in {_shown(other)}")
         lacking = sorted(set(first) ^ set(other))
         if lacking:
             which = (first, other) if lacking[0] in first else (other, first)
             raise ModelError(
-                f"{_shown(which[0])} has a tensor {lacking[0]} and {_shown(which[1])} none (of {len(lacking)} such)."
+                f"{_shown(which[0])} has a tensor {lacking[0]} and {_shown(which[1])} none "
+                f"({len(lacking)} such): these are different models."
             )
         for name in first:
             a, b = first.table[name], other.table[name]

@@ -48,7 +48,9 @@ class CycleConfig(StrictConfig):
     learn: Literal["dpo", "ppo"] = option("dpo", "dpo on the pairs | ppo: a reward model of the pairs, then PPO")
     least_pairs: int = option(200, "fewer pairs teach nothing that one could trust", ge=20)
     judge_share: float = option(0.3, "of prompts, kept for the judge of the gate", gt=0, lt=1)
-    most_votes: int | None = option(None, "of one user; null: three times the median user's, at least 20", ge=1)
+    most_votes: int | None = option(
+        None, "of one user; null: three times what the user of the median vote has, at least 20", ge=1
+    )
     robust: bool = option(True, "limits, reliabilities, outliers left out; false: count heads")
     scrub: bool = option(False, "replace personal data before training (needs presidio-analyzer)")
     scrub_names: bool = option(False, "people's names, too; refused without a spaCy model; switches scrub on")

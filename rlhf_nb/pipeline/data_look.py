@@ -307,7 +307,8 @@ def row_parts(row: Row, tokenizer: Any) -> list[list[_Part]]:
         steps = (row["completion_ids"][a:b] for a, b in zip(places, places[1:]))
         return [prompt + [(tokenizer.decode(s), _worth(v)) for s, v in zip(steps, row["step_labels"], strict=True)]]
     if "completion_ids" in row:
-        mask, how = row.get("completion_mask") or [True] * len(row["completion_ids"]), _worth(row.get("label", True))
+        mask = row.get("completion_mask") or [True] * len(row["completion_ids"])
+        how = "loss" if row.get("label", True) else "worse"
         return [prompt + _decoded(tokenizer, row["completion_ids"], mask, how)]
     return [prompt]
 
@@ -323,7 +324,7 @@ def text_parts(row: Row) -> list[list[_Part]]:
         return [[prompt, *((_said(s) + "\n", _worth(v)) for s, v in zip(row["completions"], row["labels"]))]]
     if "chosen" in row:
         return [[prompt], _turns_said(row["chosen"], "loss"), _turns_said(row["rejected"], "worse")]
-    liked = _worth(row.get("label", True))
+    liked = "loss" if row.get("label", True) else "worse"
     return [[prompt, *(_turns_said(row["completion"], liked) if "completion" in row else [])]]
 
 

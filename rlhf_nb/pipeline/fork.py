@@ -108,8 +108,10 @@ def _check_changes(old: Any, new: Any) -> list[str]:
     """
     told = config_changes(plain_json(old.to_dict()), plain_json(new.to_dict()))
     changes = [c for c in told if not c.startswith("output_dir")]
-    for key in (c.partition(":")[0] for c in changes):
-        if why := SHARED.get(key.partition(".")[0]):
+    for change in changes:
+        key, who = change.partition(":")[0], "another engine draws other answers from the same random numbers"
+        draws = key.startswith("rollouts.vllm") or (key == "sampling.sampler" and "continuous" in change)
+        if why := who if draws else SHARED.get(key.partition(".")[0]):
             raise RunError(f"a fork can't change {key}: {why}. Begin a new run instead.")
     return changes
 

@@ -76,14 +76,18 @@ _EVALUATES = re.compile(r"\b(?:eval|exec|sympify|parse_expr)\(\s*\w*answer")  # 
 _FUNCTIONS = re.compile(r"\b(?:a?(?:sin|cos|tan)h?|exp|log|ln|sqrt|Abs|Integral)\s*\(")
 _PROGRAM = re.compile(  # a call, an attribute, a name that is bound, or a power that takes for ever
     r"[^\w\s.,+\-*/^()\[\]]|\bfor\b|[\w.)\]]\s*\(|\.\s*[^\W\d]|\*\*[^+\-*/]*\*\*|\*\*\W*\d{3}"
+    r"|\*\*\s*[+\-]?\s*\((?!\s*-?\d{1,2}\s*(?:/\s*\d{1,2}\s*)?\))"
 )
 
 
 def _evaluates(puzzles: Any) -> bool:
     """Whether a dataset's check may run an answer as Python."""
     try:
-        return bool(_EVALUATES.search(inspect.getsource(sys.modules[type(puzzles).__module__])))
-    except (OSError, TypeError):  # unknown
+        if parts := getattr(puzzles, "datasets", None):  # a composite asks its parts
+            return any(map(_evaluates, parts.values()))
+        homes = {c.__module__ for c in type(puzzles).__mro__} - {"builtins"}
+        return any(_EVALUATES.search(inspect.getsource(sys.modules[m])) for m in homes)
+    except (AttributeError, KeyError, OSError, TypeError):  # unknown
         return True
 
 

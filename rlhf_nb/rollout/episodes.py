@@ -414,7 +414,7 @@ class Episodes(Sampler):
         [(_, said, _)] = waits.arrived()
         try:
             why: Any = said if isinstance(said, BaseException) else None if _said(said or None, False) else "nothing"
-        except TypeError as e:
+        except Exception as e:
             why = e
         if why is not None:
             why = f"{type(why).__name__}: {why}" if isinstance(why, BaseException) else "it says nothing"

@@ -331,7 +331,7 @@ def _baselines(known: Known, config: Mapping[str, Any]) -> Concern:
         return None
     other, key = max(rivals)
     errors = [_first(known, f"eval/{k}_stderr")[2] for k in ("accuracy", f"{key}_accuracy")]
-    own, their = (float(e[-1]) if len(e) else 0.0 for e in errors)
+    own, their = (float(e[-1]) if len(e) else math.inf for e in errors)
     text = f"{ours[-1]:.0%} of held-out pairs are ordered rightly, {other:.0%} by {rules[key]}"
     rises = len(ours) < 4 or ours[-1] > ours[len(ours) // 2] + 2 * own  # a model that begins to learn is below any rule
     if rises or ours[-1] + 3 * math.hypot(own, their) >= other:
@@ -371,12 +371,12 @@ CHECKS: dict[str, _Look] = {
         "raise max_new_tokens, or punish the missing end"),
     "ends": _above("completions/ends_lost", 0.05, 0.5, "of the finished answers have no EOS that counts in the loss",
         "an end that isn't learnt isn't spoken; look at masks and lengths"),
-    "noise": _above("groups/noise", 0.3, 0.7, "of the variance of a prompt's scores is between equal answers",
-        "the reward is noise, or scores belong to other answers; ask it for the same answers in another order"),
+    "noise": _above("groups/noise", 0.5, 0.7, "of the variance of a prompt's scores is between equal answers",
+        "the reward is noise, or scores belong to other answers; ask it twice, in another order"),
     "clipping": _above("policy/clipfrac_avg", 0.25, 0.5, "of the tokens' ratios were clipped",
         "steps are too large: lower lr, or fewer inner epochs"),
-    "learning": _learning, "held out": _held_out, "baselines": _baselines, "chosen": _chosen, "stale answers": _stale, "numbers": _skipped,
-    "stalls": _stall,
+    "learning": _learning, "held out": _held_out, "baselines": _baselines, "chosen": _chosen, "stale answers": _stale,
+    "numbers": _skipped, "stalls": _stall,
 }  # fmt: skip
 _NEEDED = (
     "objective/scores", "reward", "eval/reward", "eval/gold", "eval/gold_stderr", "rewards/gold", "gold",
@@ -384,7 +384,8 @@ _NEEDED = (
     "objective/entropy", "completions/mean_length", "val/explained_variance", "loss", "grad_norm", "skipped",
     "perf/stall_s", "perf/step_s", "frac_reward_zero_std", "completions/clipped_ratio", "policy/clipfrac_avg",
     "eval/accuracy", "eval/accuracy_stderr", "eval/words_accuracy", "eval/words_accuracy_stderr",
-    "eval/shorter_accuracy", "eval/shorter_accuracy_stderr", "eval/loss", "rewards/chosen", "rewards/margins", "logps/chosen", "rollout/effective_share", "rollout/lag",
+    "eval/shorter_accuracy", "eval/shorter_accuracy_stderr",
+    "eval/loss", "rewards/chosen", "rewards/margins", "logps/chosen", "rollout/effective_share", "rollout/lag",
     "objective/non_score_reward", "updates", "completions/ends_lost", "groups/noise",
 )  # fmt: skip
 

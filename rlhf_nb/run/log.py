@@ -79,8 +79,10 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
         FileRefused: the name is no file, or a link out of the folder.
     """
     path = Path(path)
-    path = path / "metrics.jsonl" if path.is_dir() else path
     events: list[dict[str, Any]] = []
+    if not path.exists():  # asked before `is_dir`: a folder made in between would be opened as a file
+        return events
+    path = path / "metrics.jsonl" if path.is_dir() else path
     try:
         opened = open_regular(path)
     except FileNotFoundError:

@@ -33,7 +33,7 @@ def decoder_reward(
         said = getattr(FIRST_WORLD, said)
     if isinstance(said, str):
         said = {"model": said}
-    rewards = rewards_from(said, device=device, key=key, trust_remote_code=trust_remote_code)
+    rewards = rewards_from(said, device=device, key=key, trust_remote_code=trust_remote_code, token_budget=2048)
     for fn in rewards.fns:
         for part in (getattr(fn, "model", None), *(m.model for m in getattr(fn, "members", ()))):
             if isinstance(part, nn.Module):

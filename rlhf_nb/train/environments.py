@@ -70,8 +70,9 @@ def with_environment(
     idle = [k for k, v in EpisodeConfig() if k != "tools" and getattr(config, k) != v]
     if idle:
         raise ConfigError(
-            f"episodes.{idle[0]} is set, but neither episodes.environment nor episodes.tools, so each answer has one turn "
-            "and the setting does nothing. Name an environment or a tool, or leave the setting out."
+            f"episodes.{idle[0]} is set, but neither episodes.environment nor episodes.tools, so each answer has one "
+            f"turn and the setting does nothing. Name an environment or a tool, or set episodes.{idle[0]}="
+            f"{getattr(EpisodeConfig(), idle[0])!r} again."
         )
     return None
 

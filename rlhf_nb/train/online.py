@@ -8,6 +8,7 @@ import math
 import time
 import warnings
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
@@ -148,10 +149,16 @@ def promises_kept(r: Rollout, eos: Sequence[int]) -> dict[str, float]:
     if r.finished.any():
         kept = torch.isin(r.completion_ids.gather(1, last), torch.tensor(eos)) & r.completion_mask.gather(1, last)
         found["completions/ends_lost"] = 1 - float(kept[r.finished].float().mean())
-    asked, scores = r.uid.tolist(), r.need("scores").double()
-    equal, within_prompts = _variance(scores, zip(asked, r.texts, r.finished.tolist())), _variance(scores, asked)
-    if within_prompts > 0 and equal >= 0:
-        found["groups/noise"] = min(1.0, equal / within_prompts)
+    uid, scores = r.uid.tolist(), r.need("scores").double()
+    asked: list[Any] = [*zip(uid, map(repr, zip(*r.columns.values())))] if r.columns else uid
+    said = list(zip(asked, r.texts, r.finished.tolist()))
+    several = Counter(key for key, *_ in dict.fromkeys(said))  # among equal answers only, rounding is all there is
+    rows = [i for i, key in enumerate(asked) if several[key] > 1]
+    if rows:
+        equal = _variance(scores[rows], (said[i] for i in rows))
+        within_prompts = _variance(scores[rows], (asked[i] for i in rows))
+        if within_prompts > 1e-8 and equal >= 0:
+            found["groups/noise"] = min(1.0, equal / within_prompts)
     return found
 
 
@@ -452,7 +459,7 @@ class OnlineMethod(TextMethod):
         self.rewards.stats, self.rewards.steps = said.stats, said.steps
         now, lag = time.monotonic(), self.config.rollouts.lag
         took, dear = now - self._taken, f"{self._older:.2g} s a step faster, which scoring older answers takes"
-        hides = self.rollouts.workers is not None or said.seconds >= 0.05 * took
+        hides = self.rollouts.workers is not None or not said.seconds < 0.05 * took
         if lag and not hides and self.ticket.number == lag + 1:
             share = f"the rewards of a step took {said.seconds:.2g} s of its {took:.2g} s, so there is little to hide"
             older = f"and answers are learnt from that are older: lag=0 is {dear if self._older else 'as fast'}."

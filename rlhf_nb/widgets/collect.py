@@ -305,7 +305,10 @@ def pair_margins(pairs: Sequence[Pair], judges: Any, tokenizer: Any = None, batc
 
     many = judges if isinstance(judges, (list, tuple)) else [judges]
     starts = range(0, len(pairs), batch_size)
-    return torch.stack([torch.cat([margins(judge, pairs[k : k + batch_size]) for k in starts]) for judge in many])
+    found = torch.stack([torch.cat([margins(judge, pairs[k : k + batch_size]) for k in starts]) for judge in many])
+    if lost := int(found.isnan().any(0).sum()):
+        raise DataError(f"{lost} of {len(pairs)} pairs have an empty answer or no score: leave them out.")
+    return found
 
 # %% ../../nbs/widgets/collect.ipynb #fa3ffc67
 def pair_html(queue: LabelQueue) -> str:

@@ -193,7 +193,7 @@ class RewardDebugger:
             DataError: the pool is empty.
         """
         if not self.pool:
-            raise DataError("there are no pairs to label: give pool=, of make_pairs(prompts, policies).")
+            raise DataError("there are no pairs to label: give pool=, a list of rlhf_nb.widgets.labels.Pair.")
         rows = [{"prompt": p.prompt, "chosen": p.first, "rejected": p.second} for p in self.pool]
         known = feature_differences(self.model, rows, self.tokenizer)
         near = pairs_like(self.tokens.sample, self.at, self.model, self.tokenizer, known, n)

@@ -238,7 +238,8 @@ def runs_html(readers: Sequence[RunReader], most: int = 18) -> str:
         for key in [k for k in dict.fromkeys(keys) if k in reader.keys][:most]:
             v = reader.series(key)[1]
             numbers = (short_number(float(x)) for x in ((v[0], v[-1], v.min(), v.max()) if len(v) else ()))
-            rows.append({"metric": key, **dict(zip(("first", "last", "smallest", "largest"), numbers))})
+            names = ("first", "last", "smallest", "largest")
+            rows.append({"metric": key, **dict.fromkeys(names, ""), **dict(zip(names, numbers))})
         done = [f"step {e['step']:,}: {control_text(e)}" for e in reader.events if e.get("type") == "control"]
         parts.append(f"<p><b>{escape(reader.label)}</b>: {escape(reader.status)}</p>")
         parts += [
