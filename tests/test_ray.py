@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from test_tickets import make, weights
 from test_vllm import children, read_if_there
 
 from rlhf_nb.core import ConfigError, RewardError
+from rlhf_nb.run.log import read_metrics
 
 if importlib.util.find_spec("ray") is None:
     pytest.skip("ray is not installed", allow_module_level=True)
@@ -26,9 +30,18 @@ pytestmark = [pytest.mark.filterwarnings("ignore:rollouts.lag is:UserWarning"), 
 
 
 @pytest.fixture(autouse=True)
-def finds_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Actors import this folder's modules."""
+def nothing_stays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Actors import this folder's modules; and however a test ends, none of the processes that it began stays."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE.parent), str(HERE)]))
+    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans become children of this process
+    before = {*family(os.getpid())}
+    yield
+    if (ray := sys.modules.get("ray")) is not None:
+        ray.shutdown()
+    left = {*family(os.getpid())} - before
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert gone([*left])
 
 
 def family(of: int) -> list[int]:
@@ -49,7 +62,7 @@ def listening(pids: list[int]) -> set[str]:
     return {x[1].partition(":")[0] for x in lines if x[3] == "0A" and x[9] in sockets}
 
 
-def gone(pids: list[int], seconds: float = 60) -> bool:
+def gone(pids: list[int], seconds: float = 300) -> bool:
     """Whether processes have ended, or do so in this time."""
     until = time.monotonic() + seconds
     while any(b"(zombie)" not in (s := read_if_there(Path(f"/proc/{pid}/status"))) and s for pid in pids):
@@ -61,7 +74,7 @@ def gone(pids: list[int], seconds: float = 60) -> bool:
 
 def on_ray(folder: Path, lag: int, workers: int, sampler: Any, **over: Any) -> Any:
     t = make("grpo", folder, lag, rollouts={"lag": lag, "workers": workers, "ray": "local"}, **over)
-    t.method.sampler = sampler
+    t.method.sampler = sampler or t.method.sampler
     return t
 
 
@@ -112,6 +125,22 @@ def test_a_prompt_that_is_always_killed(tmp_path: Path, monkeypatch: pytest.Monk
     assert not sys.modules["ray"].is_initialized()
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_resumed_with_another_place(first: bool, tmp_path: Path) -> None:
+    """From actors to this process, and from this process to actors: allowed, and the same bits."""
+    straight, *parts = (
+        on_ray(tmp_path / name, 2, 1, None) if on else make("grpo", tmp_path / name, 2)
+        for name, on in (("a", False), ("b", first), ("b", not first))
+    )
+    straight.fit(), parts[0].fit()
+    for folder in (tmp_path / "b" / "checkpoints").glob("step-*[34]"):  # as if it had been killed after two steps
+        shutil.rmtree(folder)
+    parts[1].fit(resume=True)
+    assert weights(parts[1]) == weights(straight)
+    said = next(e for e in read_metrics(tmp_path / "b") if e["type"] == "resume")
+    assert any("rollouts.ray" in x for x in said["changed"])
+
+
 LEARNER = """
 import sys, time
 from pathlib import Path
@@ -145,7 +174,9 @@ def test_a_killed_learner_leaves_no_ray(tmp_path: Path) -> None:
     ("how", "sentence"),
     [
         ({"ray": "local", "vllm": sys.executable}, "rollouts.vllm is .*"),
-        ({"ray": "127.0.0.1:1"}, "rollouts.ray=127.0.0.1:1: there is no Ray .*ray start --head"),
+        ({"ray": "127.0.0.1:1"}, "rollouts.ray=127.0.0.1:1: there is no Ray .*refused.*ray start --head"),
+        ({"ray": "cluster"}, "rollouts.ray=cluster: there is no Ray .*ray start --head"),
+        ({"ray": "auto"}, "rollouts.ray=auto: there is no Ray .*ray start --head"),
     ],
 )
 def test_refused(how: dict[str, Any], sentence: str, tmp_path: Path) -> None:

@@ -254,16 +254,10 @@ def short_name(model: str) -> str:
 
 
 def _answering(
-    model: str,
-    suite: Suite,
-    config: EvalConfig,
-    folder: Path,
-    net: Any,
-    tokenizer: Any,
-    says: dict[str, Any],
-    samples: int,
+    model: str, suite: Suite, config: EvalConfig, folder: Path, loaded: tuple[Any, Any, dict[str, Any]], samples: int
 ) -> tuple[Work, dict[str, Any], list[str]]:
     """How rows are answered and scored, the settings that decide the numbers, and what a reader should know of them."""
+    net, tokenizer, says = loaded
     decoder = None if config.decoder.is_plain else load_decoder(config.decoder, device=config.device)
     paid = None if decoder is None else list[DecodeCost]()
     differ = max(samples, 2 if KINDS[config.decoder.kind].draws else 1)
@@ -314,9 +308,7 @@ def _check_server(suite: Suite, config: EvalConfig) -> None:
     choice, decoder = suite.config.task == "choice", not config.decoder.is_plain
     for key, asked in (("task: choice", choice), ("decoder", decoder), ("raw", config.raw), ("embed", config.embed)):
         if config.url is not None and asked:
-            raise ConfigError(
-                f"url is {config.url}, which sends texts, but {key} needs the model itself: leave one out."
-            )
+            raise ConfigError(f"url is {config.url}, which sends texts, but {key} needs the model: leave one out.")
 
 
 def versions_of(suite: Suite, config: Judging, pairs: bool = False) -> dict[str, int]:
@@ -383,13 +375,14 @@ def evaluate_suite(
             for name in ("answers.jsonl", "asked.json", "suite.json", "results.json"):
                 (folder / name).unlink(missing_ok=True)
         samples = 1 if choice else config.samples or suite.config.samples
-        net, tokenizer, says = loaded or ((None, None, {}) if config.url else _load(model, config.raw))
+        loaded = loaded or ((None, None, {}) if config.url else _load(model, config.raw))
+        net, tokenizer, _ = loaded
         weights = config.url or model_fingerprint(Reference(net, copy_model=False))
         settings: dict[str, Any] = {"model": model, "weights": weights, "raw": config.raw}
         if choice:
             work = choice_work(net, tokenizer, raw=config.raw)
         else:
-            work, more, notes = _answering(model, suite, config, folder, net, tokenizer, says, samples)
+            work, more, notes = _answering(model, suite, config, folder, loaded, samples)
             settings |= more
         slices = _slices_of(suite, config, net, tokenizer)  # refuses a wrong column before anything is asked
         lines = run_rows(suite, work, folder, settings, samples=samples, chunk=config.chunk, say=say)

@@ -115,6 +115,3 @@ class SimulatedUser:
         said = self.there.say(self.messages, self.seed).text or "(silence)"
         self.messages.append({"role": "assistant", "content": said})
         return said
-
-    def close(self) -> None:
-        """Nothing to do."""

@@ -170,9 +170,6 @@ class Verifiers:
         each = {k: r.score for k, r in trace.rewards.items() if r is not None} | trace.metrics
         return Step(None, float(trace.reward), True, {k: float(v) for k, v in each.items() if v is not None})
 
-    def close(self) -> None:
-        """Nothing to do."""
-
 
 _turn = threading.Lock()  # TextArena's games draw from Python's own generator, which all of them share
 

@@ -9,6 +9,7 @@ import os
 import pickle
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -175,9 +176,13 @@ class OnRay:
             )  # sockets: short
             how |= {"num_cpus": self.count, "include_dashboard": False, "object_store_memory": size}
             how |= {"_temp_dir": self.folder, "_system_config": {"worker_niceness": 0}}  # (Ray's own are nicer by 15)
+        where = os.environ.get("RAY_ADDRESS", "auto") if self.address == "auto" else self.address
         ends = signal.getsignal(signal.SIGTERM)  # Ray would take it over
         try:
-            self.ray.init(self.address, **how)
+            if where not in ("local", "auto"):  # Ray would try for minutes
+                host, _, port = where.rpartition(":")
+                socket.create_connection((host, int(port)), 10).close()
+            self.ray.init(where, **how)
             self.began = True
         except Exception as e:  # of many kinds
             self.close()

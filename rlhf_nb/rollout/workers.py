@@ -249,7 +249,8 @@ _PAUSE, _LONGEST = 0.1, 10.0  # seconds before the second start in a row, double
 class _Job:
     """Some prompts of a ticket, for one worker."""
 
-    message: bytes  # the request and the number format
+    request: Request
+    half: torch.dtype | None  # of autocast
     version: int
     rows: Tensor  # the prompts' places in the ticket
     parts: list[_Job]  # of the ticket; a job that is halved adds one
@@ -259,12 +260,10 @@ class _Job:
 
     def halve(self) -> _Job:
         """Leave half of the prompts to another job, which is returned."""
-        request, half = pickle.loads(self.message)
-        middle = len(self.rows) // 2
-        first, second = (replace(request, prompts=request.prompts[i]) for i in (slice(middle), slice(middle, None)))
-        self.message, later = pickle.dumps((first, half)), pickle.dumps((second, half))
-        other = replace(self, message=later, rows=self.rows[middle:], answer=Future())
-        self.rows = self.rows[:middle]
+        each, middle = self.request.prompts, len(self.rows) // 2
+        first, second = (replace(self.request, prompts=each[i]) for i in (slice(middle), slice(middle, None)))
+        other = replace(self, request=second, rows=self.rows[middle:], answer=Future())
+        self.request, self.rows = first, self.rows[:middle]
         for job in (self, other):
             job.ends, job.crashes = (job.ends, job.crashes) if len(job.rows) > 1 else (0, 0)
         self.parts.append(other)
@@ -407,7 +406,7 @@ class Workers:
         rows = [torch.arange(k, len(prompts), n) for k in range(n)]
         half = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
         bare, jobs = [replace(request, prompts=prompts[i], tokenizer=None) for i in rows], list[_Job]()
-        jobs += [_Job(pickle.dumps((each, half)), version, i, jobs) for each, i in zip(bare, rows)]
+        jobs += [_Job(each, half, version, i, jobs) for each, i in zip(bare, rows)]
         assert (crew := self.crew) is not None, "publish comes first"
         while len(crew.threads) < n:  # a step of few prompts needs no more
             crew.threads.append(threading.Thread(target=self._tend, args=(len(crew.threads), crew), daemon=True))
@@ -437,7 +436,7 @@ class Workers:
                     worker = crew.workers[k] = self.place.start(crew.memory, self.sent)
                 if worker is None or crew.closed.is_set():
                     raise EOFError
-                told, ends = worker.ask(job.message, job.version), 0
+                told, ends = worker.ask(pickle.dumps((job.request, job.half)), job.version), 0
                 (job.answer.set_exception if isinstance(told, Exception) else job.answer.set_result)(told)
             except (EOFError, OSError) as e:
                 worker, ends = None, ends + 1
@@ -466,7 +465,7 @@ class Workers:
             crew.jobs.put(job.halve())  # which of them was it? And half of them need less memory
         elif job.ends >= _ENDS or job.crashes >= _CRASHES:
             said = f"a worker ended {job.ends} times over the same prompts, the last time {how}"
-            asked = f" The prompt is {pickle.loads(job.message)[0].prompts.prompts[0]!r:.200}." if worker else ""
+            asked = f" The prompt is {job.request.prompts.prompts[0]!r:.200}." if worker else ""
             why = "too little memory, a limit of processes, or a tool that ends its own"
             return job.answer.set_exception(RewardError(f"{said}: {why}.{asked}"))
         crew.jobs.put(job)
