@@ -268,7 +268,7 @@ def test_a_worker_that_cannot_be_started(
     parts = lambda: (torch.nn.Linear(1, 1), OurSampler(), None, None)
     crew = rollout_workers.Workers(2, 2, parts)
     crew.publish(0)
-    job = rollout_workers._Job(b"", 0, torch.arange(1), [])
+    job = rollout_workers._Job(None, None, 0, torch.arange(1), [])
     thread = threading.Thread(target=crew._tend, args=(0, crew.crew), daemon=True)
     thread.start()
     crew.crew.jobs.put(job)
