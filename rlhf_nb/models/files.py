@@ -42,8 +42,8 @@ def no_such_path(path: Path, what: str) -> ModelError:
     if path.parts[:1] in (("http:",), ("https:",)):
         url = str(path).replace(":/", "://", 1)
         return ModelError(
-            f"{url!r} is an address. A server sends texts and takes no weights, so nothing is trained through it. It can "
-            f"be evaluated (rlhf-nb eval NAME url={url}), judge (judge.endpoint.url), or play a user "
+            f"{url!r} is an address. A server sends texts and takes no weights, so nothing is trained through it. It "
+            f"can be evaluated (rlhf-nb eval NAME url={url}), judge (judge.endpoint.url), or play a user "
             "(episodes.environment=user)."
         )
     there = path
