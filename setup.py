@@ -16,7 +16,7 @@ def requirements(key: str) -> list[str]:
     return cfg.get(key, "").split()
 
 
-extras = {name: requirements(f"{name}_requirements") for name in ("deepspeed", "trackers", "qlora", "verify", "math", "gguf", "games", "serve", "constrain", "pii", "learn", "docs", "browser", "dev")}
+extras = {name: requirements(f"{name}_requirements") for name in ("deepspeed", "trackers", "qlora", "verify", "math", "gguf", "games", "ray", "serve", "constrain", "pii", "learn", "docs", "browser", "dev")}
 extras["test"] = [p for name in ("dev", "deepspeed", "verify", "math", "gguf", "serve", "constrain") for p in extras[name]] + ["tensorboard", "openai", "httpx"]
 
 setup(

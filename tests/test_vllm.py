@@ -91,7 +91,7 @@ def test_a_stand_in_trains(python: Path, tmp_path: Path) -> None:
     killed, seen = list[int](), set[int]()
 
     def kill(step: int) -> None:
-        workers = [p for _, p in sorted(t.method.rollouts.workers.crew.processes.items())]
+        workers = [p for _, p in sorted(t.method.rollouts.workers.crew.workers.items())]
         there = [pid for p in workers for pid in children(p.pid)]
         seen.update(there)
         if step == 2:
