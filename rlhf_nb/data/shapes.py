@@ -418,7 +418,7 @@ def _all(**kinds: type) -> Callable[[Mapping[str, Any]], bool]:
 
 _THUMBS = {"0", "1", "0.0", "1.0", "false", "true"}
 _RATED = ("annotations", "ratings", "rating", "fine-grained_score", "overall_score", "score")
-# by shape: how it is converted, whether the columns' contents fit, whether neighbours belong together; of others `_asked` alone
+# by shape: how it is converted, whether its columns fit, whether neighbours belong together; of others `_asked` alone
 _WAYS: dict[str, tuple[Any, ...]] = {
     "sharegpt": (_sharegpt, _are_turns), "sharegpt_pairs": (_sharegpt, _are_turns), "prompt_response": (_renamed,),
     "thumbs": (_renamed,), "ultrafeedback": (_rated, _dicts_with("completions", *_RATED)), "xlam": (_xlam,),
