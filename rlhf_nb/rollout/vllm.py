@@ -101,7 +101,7 @@ class Vllm(Sampler):
         """The sampler with this one in its place, or as the one that draws an environment's turns.
 
         Raises:
-            ConfigError: the Python isn't there or has no vLLM, the policy has adapters, or vLLM would have other tokens.
+            ConfigError: the Python isn't there or has no vLLM, the policy has adapters, or it would have other tokens.
         """
         vocabulary = (self.options.get("hf_overrides") or {}).get("vocab_size", size := model.config.vocab_size)
         other = [k for k in ("model", "tokenizer", "tokenizer_mode") if k in self.options]
