@@ -180,7 +180,7 @@ class PythonTests(AnswerReward):
         over = threading.Event()  # an interrupt waits for no program
         with ThreadPoolExecutor(self.workers, thread_name_prefix="sandbox") as pool, ExitStack() as stack:
             stack.callback(over.set)
-            ended = dict(zip(unique, pool.map(lambda job: self._grade(*job, over), unique), strict=True))
+            ended = dict(zip(unique, pool.map(lambda job: self._grade(job[0], job[1], over), unique), strict=True))
         self.results = [ended[job] for job in jobs]
         self.outcomes = dict(Counter(r.outcome for r in self.results))
         if not self._warned and any(r.fences and not _holds(r.fences) for r in self.results):
@@ -209,7 +209,9 @@ class PythonTests(AnswerReward):
     def _grade(self, code: str, tests: CodeTests, over: threading.Event) -> SandboxResult:
         """Scripts in one process, then each pair in its own; after a timeout (or a failure, if all must pass) the rest
         fails."""
-        runs = [self.sandbox.run(code, tests.scripts, "", tests.setup, tests.entry_point, over)] if tests.scripts else []
+        runs = (
+            [self.sandbox.run(code, tests.scripts, "", tests.setup, tests.entry_point, over)] if tests.scripts else []
+        )
         passed = [*runs[0].passed] if runs else []
         for given, wanted in tests.pairs:
             if runs and (runs[-1].outcome == "timeout" or (self.all_or_nothing and not all(passed))):
