@@ -217,7 +217,8 @@ def ask_server(
             if isinstance(e, _GiveUp) or tried == attempts:
                 tries = f"after {tried} tries: " if tried > 1 else ""
                 why = str(e).rstrip(".") if key is None else str(e).rstrip(".").replace(key, "***")
-                raise RewardError(f"{address} gave no answer that can be used, {tries}{why}.") from e
+                up = " Is the server up at this address?" if isinstance(e, _TryAgain) else ""
+                raise RewardError(f"{address} gave no answer that can be used, {tries}{why}.{up}") from e
         time.sleep(wait)
     raise AssertionError("unreachable")
 
