@@ -133,7 +133,9 @@ def lost(given: Any, read: Any, where: str = "") -> list[str]:
     """Places of a manifest that a schema's models don't know, or read otherwise."""
     if isinstance(given, dict):
         unknown = [f"{where}.{key}" for key in given if not isinstance(read, dict) or key not in read]
-        return unknown + [x for key in given if f"{where}.{key}" not in unknown for x in lost(given[key], read[key], f"{where}.{key}")]
+        return unknown + [
+            x for key in given if f"{where}.{key}" not in unknown for x in lost(given[key], read[key], f"{where}.{key}")
+        ]
     if isinstance(given, list):
         return [x for i, (a, b) in enumerate(zip(given, read, strict=True)) for x in lost(a, b, f"{where}[{i}]")]
     return [] if given == read else [where]
@@ -147,7 +149,9 @@ def test_kubeflows_own_models_know_every_field_of_the_manifest() -> None:
     for document in yaml.safe_load_all(text):
         read = getattr(models, f"TrainerV1alpha1{document['kind']}").from_dict(document).to_dict()
         assert lost(document, read) == []
-        spelt_wrong = yaml.safe_load(yaml.safe_dump(document).replace("claimName", "claim").replace("numNodes", "nodes"))
+        spelt_wrong = yaml.safe_load(
+            yaml.safe_dump(document).replace("claimName", "claim").replace("numNodes", "nodes")
+        )
         assert lost(spelt_wrong, type(document)(read)) != []  # the comparison can fail
 
 

@@ -139,7 +139,7 @@ GROUPS = {  # as `--help` shows them; a method that is named nowhere is listed u
     "Look": ("board", "watch", "report", "overopt"),
     "Judge": ("eval", "compare"),
     "Use and watch": ("sample", "get", "serve", "feedback", "cycle"),
-    "Operate": ("plan", "launch", "runs", "metrics", "export", "merge", "push"),
+    "Operate": ("plan", "simulate", "launch", "runs", "metrics", "export", "merge", "push"),
 }  # fmt: skip
 EXAMPLES = {  # the line that is typed most
     "demo": "demo", "data": "data pairs.jsonl --model smollm2 --for dpo",
@@ -151,7 +151,9 @@ EXAMPLES = {  # the line that is typed most
    
     "sample": "sample runs/ppo/model 'Where do owls live?'", "get": "get smollm2", "serve": "serve smollm2",
     "feedback": "feedback feedback.jsonl", "cycle": "cycle feedback.jsonl",
-    "plan": "plan ppo model.name_or_path=smollm2 --gpus 8", "launch": "launch ppo --config run.yaml --processes 2",
+    "plan": "plan ppo model.name_or_path=smollm2 --gpus 8",
+    "simulate": "simulate grpo model.name_or_path=smollm2 --gpus 512",
+    "launch": "launch ppo --config run.yaml --processes 2",
     "metrics": "metrics runs/ppo", "export": "export runs/ppo/model --dtype bf16 --out exported",
     "merge": "merge runs/a/model runs/b/model --out merged", "push": "push runs/ppo OWNER/NAME",
 }  # fmt: skip
