@@ -112,7 +112,7 @@ def simulate_run(
     if not (0 <= drawers < gpus and lag >= 0 and 0 < min(end, steps) < math.inf and timed):
         raise ConfigError(
             f"{gpus} GPUs, {drawers} of them draw, lag {lag}, steps of {draw:g} + {learn:g} s, {hours:g} hours, "
-            f"{steps:g} steps: a run needs an end, a GPU that learns, a time of learning above 0, and a lag of 0 or more."
+            f"{steps:g} steps: a run needs an end, a GPU that learns, learning that takes time, a lag of 0 or more."
         )
     rng, learners, mean = np.random.default_rng(seed), gpus - drawers, min(1.0, h.mean_length)
     ideal = max(mean * draw, learn) if drawers and lag else mean * draw + learn
@@ -242,8 +242,8 @@ def simulated_hours(
             )
     note = (
         f"Simulated for {gpu.name}, at most {MOST_STEPS:,} steps of {hours:g} h; s a step: without and with all that "
-        f"goes wrong. One GPU fails every {hazards.between:,.0f} h, a restart takes {hazards.restart:g} s, GPUs differ by "
-        f"{hazards.spread:.0%}; a checkpoint comes when Young's rule says so. Rates are stated, not measured here, and "
+        f"goes wrong. One GPU fails every {hazards.between:,.0f} h, a restart takes {hazards.restart:g} s, GPUs differ "
+        f"by {hazards.spread:.0%}; a checkpoint comes when Young's rule says so. Rates are stated, not measured here, and "
         "launching kernels isn't counted, which small models feel."
     )
     return "\n".join([*lines, "", note])
