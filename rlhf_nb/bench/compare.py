@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from zlib import crc32
@@ -87,13 +88,12 @@ def _judge_sides(
     tokenizer = _tokenizer_for(config, sides[0])
     judge = named_judge(config, str(folder), tokenizer)
     out = {}
-    for i in range(len(sides)):
-        for j in range(i + 1, len(sides)):
-            place = folder / f"judged-{short_name(sides[i].name)}-{short_name(sides[j].name)}"
-            asked = {"judge": said, "of": [_fingerprint(answers[i]), _fingerprint(answers[j])]}
-            asked |= {"rules": versions_of(suite, config, pairs=True)}
-            work = pair_work(answers[i], answers[j], lambda *x: verdicts_of(judge, *x))  # type: ignore[arg-type]
-            out[i, j] = judged_of(run_rows(suite, work, place, asked, say=say))
+    for i, j in combinations(range(len(sides)), 2):
+        place = folder / f"judged-{short_name(sides[i].name)}-{short_name(sides[j].name)}"
+        asked = {"judge": said, "of": [_fingerprint(answers[i]), _fingerprint(answers[j])]}
+        asked |= {"rules": versions_of(suite, config, pairs=True)}
+        work = pair_work(answers[i], answers[j], lambda *x: verdicts_of(judge, *x))  # type: ignore[arg-type]
+        out[i, j] = judged_of(run_rows(suite, work, place, asked, say=say))
     return out
 
 

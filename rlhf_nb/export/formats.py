@@ -206,11 +206,6 @@ def readme(done: Exported, source: ExportSource) -> str:
     ]
     for k, r in p.rewards.items():
         rows.append((f"reward {k}", f"{r.full:.3f} → {r.copy:.3f}, lost {r.lost:.3f} [{r.low:.3f}, {r.high:.3f}]"))
-    notes = " ".join(f"Note: {n}." for n in done.notes)
-    lines = [
-        f"# {told_place(source.place)} as safetensors", "", f"As plain transformers reads it. {notes}".strip(), "",
-        "| | |", "|---|---|", *(f"| {k} | {v} |" for k, v in rows), "",
-        f"Measured on {p.measured_on} ({p.tokens} positions) in fp32; all numbers are in `{EXPORT_RECORD}`.", "",
-        'Use: `transformers.AutoModelForCausalLM.from_pretrained("FOLDER")`', "",
-    ]  # fmt: skip
-    return "\n".join(lines)
+    words = {"place": told_place(source.place), "on": p.measured_on, "tokens": p.tokens, "record": EXPORT_RECORD}
+    table, notes = "\n".join(f"| {k} | {v} |" for k, v in rows), "".join(f" Note: {n}." for n in done.notes)
+    return str(_TABLE["readme"].format(**words, rows=table, notes=notes))

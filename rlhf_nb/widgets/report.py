@@ -80,13 +80,8 @@ def html_page(title: str, body: str, script: str = "") -> str:
     digest = base64.b64encode(hashlib.sha256(module_text(script).encode()).digest()).decode() if script else ""
     allowed = f"script-src 'sha256-{digest}'; " if script else ""
     rule = f"default-src 'none'; {allowed}style-src 'unsafe-inline'; img-src data:; base-uri 'none'"
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{rule}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{page_file('report.css')}</style></head><body><main>{body}</main>"
-        f"{code_html(script) if script else ''}</body></html>"
-    )
+    parts = {"rule": rule, "title": escape(title), "style": page_file("report.css"), "body": body}
+    return page_file("report.html").rstrip().format(**parts, script=code_html(script) if script else "")
 
 # %% ../../nbs/widgets/report.ipynb #6033a054
 def sparkline(values: Sequence[float], width: int = 40) -> str:
