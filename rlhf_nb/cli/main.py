@@ -33,10 +33,10 @@ from ..errors import ConfigError, RunError, suggest
 _all_ = ["find_config", "recipe_kind", "recipes"]
 
 # %% auto #0
-__all__ = ['app', 'config_app', 'runs_app', 'STORY', 'RunFolders', 'Commands', 'ConfigCommands', 'with_methods',
-           'TrainingCommand', 'demo', 'config_show', 'config_init', 'doctor_command', 'data_command', 'watch',
-           'metrics', 'board', 'report', 'learn_command', 'runs_list', 'rollback', 'plan_command', 'config_accelerate',
-           'launch_command', 'find_config', 'recipe_kind', 'recipes']
+__all__ = ['app', 'config_app', 'runs_app', 'RunFolders', 'Commands', 'ConfigCommands', 'with_methods', 'TrainingCommand', 'demo',
+           'config_show', 'config_init', 'doctor_command', 'data_command', 'watch', 'metrics', 'board', 'report',
+           'learn_command', 'runs_list', 'rollback', 'plan_command', 'config_accelerate', 'launch_command',
+           'find_config', 'recipe_kind', 'recipes']
 
 # %% ../../nbs/cli/main.ipynb #e5be3d46
 class Commands(typer.core.TyperGroup):
@@ -250,11 +250,11 @@ def demo(
             held = f"{values.output_dir} holds a run that is no demo, and a demo would replace it"
             raise RunError(f"{held}: choose another --output-dir.")
         torch.set_num_threads(1)  # a model this small gains nothing from more, and loses much where cores are shared
-        _tell(_WELCOME, err=False)
+        _tell(_said()["welcome"], err=False)
         pipeline = RLHFPipeline(values, say=_story)
         results = pipeline.run(overwrite=True)
         show_results(results, pipeline.path)
-        _tell(_NEXT.format(path=pipeline.path, me=_me()), err=False)
+        _tell(_said()["next"].format(path=pipeline.path, me=_me()), err=False)
 
 # %% ../../nbs/cli/main.ipynb #18532422
 def _demo_real(output_dir: str, overrides: Sequence[str], debug: bool) -> None:
@@ -272,36 +272,16 @@ def _demo_real(output_dir: str, overrides: Sequence[str], debug: bool) -> None:
         real_demo(settings(output_dir, [*model, *overrides]), say, print_rich, _me())
 
 
-_WELCOME = """\
-Pip is a park guide. Visitors ask about animals; Pip is a tiny language model that knows no English yet.
-Three things will happen, all on this machine, offline, in two or three minutes:
-  1. SFT      Pip imitates guides of all sorts: kind, plain, chatty, rude and confused ones.
-  2. Reward   A second model learns from 3,200 comparisons which of two answers people like better.
-  3. PPO      Pip answers, the reward model scores, and Pip learns to do better than before.
-"""
-_NEXT = """\
-What to open next
-  {path}/report.html   curves of the three stages, and answers
-  {path}/results.json  all numbers
-  {path}/ppo/model     the trained model; ask it something:
-      {me} sample {path}/ppo/model "Visitor: Where do owls live?\\nPip:"
-  nbs/tutorials/       the same, step by step, in notebooks (they need `pip install jupyterlab`):
-      start with rlhf_in_five_minutes.ipynb
-"""
+def _said() -> dict[str, Any]:
+    """What the demo says."""
+    from rlhf_nb.strict import table_of
 
-
-STORY = {
-    "base: begins.": "An untrained model is made. It babbles.",
-    "sft: begins.": "\n1. Pip imitates guides of all sorts. The loss is its surprise at their words, per token.",
-    "reward: begins.": "\n2. A reward model learns what people like. Watch rewards/accuracies: how often it is right.",
-    "ppo: begins.": "\n3. Pip improves. objective/scores is the reward model's opinion, objective/kl how far it moved.",
-    "evaluate: begins.": "\nEvery model now answers the same questions, none of which was asked in training.",
-}
+    return table_of("cli/demo.yaml")
 
 
 def _story(event: str) -> None:
     """What the pipeline does, in plain words."""
-    _tell(STORY.get(event, event), err=False)
+    _tell(_said()["story"].get(event, event), err=False)
 
 # %% ../../nbs/cli/main.ipynb #143779bb
 @config_app.command("show")

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 
 from ..core import ConfigError, DataError, did_you_mean
 from .foreign import RefusedProgram, render_chats
-from .formats import ASSISTANT, HUMAN, Message, Text, hermes_as_calls, thoughts_of, warn_rows, with_thoughts
+from .formats import ASSISTANT, HUMAN, Message, Text, hermes_as_calls, thoughts_of, warn_of, with_thoughts
 from .shapes import DataNote
 from ..files import read_regular
 
@@ -281,11 +281,7 @@ def _answer(tok: Any, messages: list[Message], tools: Any, opened: str, closed: 
             "data.thoughts=inline writes it into the answer, in <think> tags; data.thoughts=drop goes without."
         )
     if before and closed.startswith(before) and words.strip() in closed[len(before) :]:
-        warn_rows(
-            f"the chat template asks for an answer with {opened[-24:]!r}, but writes none of that in front of answers "
-            "without thoughts: they are learnt as it writes them, and sampling begins otherwise.",
-            DataNote,
-        )
+        warn_of("begins_otherwise", DataNote, opened=opened[-24:])
         return before, closed[len(before) :]
     other = _other(tok, messages, tools)
     raise DataError(

@@ -39,6 +39,13 @@ def looks_local(name: str) -> bool:
 
 def no_such_path(path: Path, what: str) -> ModelError:
     """The error for a path that leads nowhere, with its nearest relative that exists."""
+    if path.parts[:1] in (("http:",), ("https:",)):
+        url = str(path).replace(":/", "://", 1)
+        return ModelError(
+            f"{url!r} is an address. A server sends texts and takes no weights, so nothing is trained through it. It "
+            f"can be evaluated (rlhf-nb eval NAME url={url}), judge (judge.endpoint.url), or play a user "
+            "(episodes.environment=user)."
+        )
     there = path
     while not there.parent.is_dir() and there != there.parent:
         there = there.parent

@@ -17,6 +17,7 @@ from ..files import copy_regular
 from ..run.callbacks import Callback, Flags, RunView
 from ..run.checkpoint import checkpoints_in, problem_of
 from ..run.log import EventLog, RunDir, config_changes, plain_json, read_metrics
+from ..strict import table_of
 from ..run.state import keep_served
 from ..train.registry import MethodInfo, methods
 from ..train.stage import JobConfig, StageResult, make_trainer, run_stage, write_json
@@ -25,12 +26,7 @@ from ..train.stage import JobConfig, StageResult, make_trainer, run_stage, write
 __all__ = ['SHARED', 'ForkedAt', 'settings_of', 'Prepared', 'prepare_fork', 'run_fork', 'fork']
 
 # %% ../../nbs/pipeline/fork.ipynb #f0690007
-SHARED = {  # settings that decide what parent and fork have in common
-    "model": "the model is what the first steps trained",
-    "data": "the position in the data would mean other rows",
-    "seed": "the order of the data and every random number follow from it",
-    "output_dir": "where the fork goes is said by --to",
-}
+SHARED: dict[str, str] = table_of("pipeline/texts.yaml")["fork"]  # settings that decide what both have in common
 _NOT_COMPARED = ("perf/", "time", "rank")
 
 

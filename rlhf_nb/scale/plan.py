@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 from ..core import ConfigError
+from ..strict import table_of
 from rlhf_nb.scale.topology import (
     Budget, Job, DecoderShape, Split, forward_rows, predict_memory, roles_of, row_tokens, decoder_shape,
 )  # fmt: skip
@@ -19,17 +20,7 @@ __all__ = ['USABLE', 'MACHINE', 'ASSUMPTIONS', 'Plan', 'plan', 'smallest_group',
 # %% ../../nbs/scale/plan.ipynb #a587bfae
 USABLE = 0.9
 MACHINE = 8  # GPUs, from which a plan is written for several machines
-ASSUMPTIONS = (
-    "1 GiB for context and libraries on each GPU, 0.5 GiB more for communication",
-    "a tenth of the memory is lost to fragmentation",
-    "every forward is as full as token_budget allows, every row as long as prompt + completion",
-    "batches are global and at least one row a GPU; ranks hold equally many rows",
-    "stage 3 keeps two layers (or the embedding, or a billion numbers) whole at a time, and the whole policy while it "
-    "samples; where that doesn't fit ('layer by layer') it waits in host memory and visits the GPU for every token",
-    "attention keeps no row × row matrix (SDPA's fused kernels)",
-    "checked against measured peaks on CPU only, stages 1 to 3 on two processes (benchmarks/check_topology.py): GPUs "
-    "and several machines are arithmetic",
-)
+ASSUMPTIONS: list[str] = table_of("scale/plan.yaml")["assumed"]
 
 
 class Plan(NamedTuple):
