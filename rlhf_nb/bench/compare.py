@@ -173,8 +173,8 @@ def compare_folders(
     write_json(folder / "compare.json", compared.to_dict())
     figure = draw_comparison(sides_scores(compared), pairs)
     for kind in ("svg", "png"):
-        more: dict[str, Any] = {"metadata": {"Date": None}} if kind == "svg" else {"dpi": 120}
-        figure.savefig(picture := io.BytesIO(), format=kind, **more)
+        undated: Any = {"Date": None} if kind == "svg" else None
+        figure.savefig(picture := io.BytesIO(), format=kind, metadata=undated, dpi=120)
         write_whole(folder / f"compare.{kind}", picture.getvalue())
     return compared, pairs, folder
 

@@ -68,10 +68,7 @@ def earlier_files(out: Path) -> list[str]:
         out: the folder.
     """
     said = read_json(out / EXPORT_RECORD).get("files")
-    if not isinstance(said, dict):
-        return []
-    names = [str(n) for n in said]
-    return [n for n in [*names, EXPORT_RECORD] if Path(n).name == n]
+    return [n for n in [*said, EXPORT_RECORD] if Path(n).name == n] if isinstance(said, dict) else []
 
 
 def check_target(out: Path, source: ExportSource, needed: int, overwrite: bool) -> None:

@@ -349,9 +349,8 @@ def inherited_license(told: Told) -> str | None:
     """The licence that the first model's card names; None: it isn't known."""
     base = str(told.config.model.name_or_path) if told.config is not None else ""
     place = find_copy(base) or Path(base)
-    there = bool(base) and (place / "README.md").is_file()
     file = place / "README.md"
-    text = read_regular(file, 1 << 24, root=file).decode("utf-8", "replace") if there else ""
+    text = read_regular(file, 1 << 24, root=file).decode("utf-8", "replace") if base and file.is_file() else ""
     front = re.match(r"---\n(.*?)\n---", text, re.S)
     try:
         known = parse_yaml(front[1]) if front else {}
