@@ -208,7 +208,9 @@ def test_files_of_a_checkpoint(run: Path, strange: Callable[[str, str], Path]) -
 
 def of_an_evaluation(folder: Path) -> tuple[list[str], list[Callable[[], object]]]:
     suite = Suite(SuiteConfig(name="s", rule={"kind": "exact"}), [{"id": "a", "prompt": "1"}])
-    ask = lambda: run_rows(suite, lambda rows: [[{"answers": ["1"], "scores": {"score": 1.0}}] for _ in rows], folder, {})
+    ask = lambda: run_rows(
+        suite, lambda rows: [[{"answers": ["1"], "scores": {"score": 1.0}}] for _ in rows], folder, {}
+    )
     suite.save(folder / "suite.json"), ask()
     names = ["answers.jsonl", "asked.json", "suite.json", "results.json", "frozen.json"]
     return names, [ask, lambda: suite.save(folder / "suite.json"), lambda: Suite.read(folder / "suite.json"),
@@ -230,9 +232,19 @@ def of_a_judge(folder: Path) -> tuple[list[str], list[Callable[[], object]]]:
 
 def of_users(folder: Path) -> tuple[list[str], list[Callable[[], object]]]:
     store, traffic = FeedbackStore(folder / "feedback.jsonl"), TrafficLog(folder / "traffic.jsonl", True)
-    said, told = Feedback("rating", "up", "q", ("a",), ("v",), consent=True), Served(0.0, "1", "m", "v", "", 1, 1, None, 0.1, "stop")
+    said, told = (
+        Feedback("rating", "up", "q", ("a",), ("v",), consent=True),
+        Served(0.0, "1", "m", "v", "", 1, 1, None, 0.1, "stop"),
+    )
     store.add("eve", said, "k"), traffic.add(told, "eve", "k")
-    names = ["feedback.jsonl", "feedback.jsonl.key", "traffic.jsonl", "traffic.jsonl.key", "feedback.exports.jsonl", "labels.jsonl"]
+    names = [
+        "feedback.jsonl",
+        "feedback.jsonl.key",
+        "traffic.jsonl",
+        "traffic.jsonl.key",
+        "feedback.exports.jsonl",
+        "labels.jsonl",
+    ]
     return names, [store.all, lambda: store.add("eve", said, "k"), lambda: traffic.add(told, "eve", "k"), lambda: list(read_traffic(traffic.path)),
                    lambda: erase_traffic(traffic.path, "eve"), lambda: forget(store, "eve"), lambda: LabelStore(folder / "labels.jsonl")]  # fmt: skip
 
@@ -244,11 +256,23 @@ def of_a_course(folder: Path) -> tuple[list[str], list[Callable[[], object]]]:
 
 def of_pictures(folder: Path) -> tuple[list[str], list[Callable[[], object]]]:
     EventLog(folder / "metrics.jsonl").append("step", 1, loss=1.0)
-    return ["report.html", "figures/dashboard.png", "figures/overopt.png"], [lambda: report(folder), lambda: Dashboard(folder).show_still()]
+    return ["report.html", "figures/dashboard.png", "figures/overopt.png"], [
+        lambda: report(folder),
+        lambda: Dashboard(folder).show_still(),
+    ]
 
 
 def of_settings(folder: Path) -> tuple[list[str], list[Callable[[], object]]]:
-    names = ["t.jinja", "schema.json", "rows.jsonl", "rows.csv", "rows.parquet", "rows.arrow", "rows.jsonl.zst", "c.yaml"]
+    names = [
+        "t.jinja",
+        "schema.json",
+        "rows.jsonl",
+        "rows.csv",
+        "rows.parquet",
+        "rows.arrow",
+        "rows.jsonl.zst",
+        "c.yaml",
+    ]
     return names, [lambda: template_of(f"{folder}/t.jinja"), lambda: read_form(json_schema=f"{folder}/schema.json"),
                    lambda: read_form(grammar=f"{folder}/schema.json"), *(lambda n=n: read_rows(folder / n) for n in names[2:7]),  # type: ignore[misc]
                    lambda: read_config_file(folder / "c.yaml"), lambda: load_constitution(folder / "c.yaml")]  # fmt: skip
@@ -257,7 +281,9 @@ def of_settings(folder: Path) -> tuple[list[str], list[Callable[[], object]]]:
 FOLDERS = (of_an_evaluation, of_a_launch, of_a_judge, of_users, of_a_course, of_pictures, of_settings)
 
 
-@pytest.mark.parametrize("kinds", [("link", "pipe"), pytest.param((), marks=pytest.mark.slow)], ids=["two kinds", "all kinds"])
+@pytest.mark.parametrize(
+    "kinds", [("link", "pipe"), pytest.param((), marks=pytest.mark.slow)], ids=["two kinds", "all kinds"]
+)
 @pytest.mark.parametrize("make", FOLDERS, ids=lambda f: f.__name__[3:])
 def test_no_folder_of_the_package_is_read_or_written_through_what_is_no_file(
     make: Callable[..., Any], kinds: tuple[str, ...], tmp_path: Path, request: pytest.FixtureRequest
@@ -298,7 +324,18 @@ def test_no_folder_of_the_package_is_read_or_written_through_what_is_no_file(
 
 # --- every place that opens a run's files ------------------------------------------------------------------------------------------
 
-OPENS = ("open", "read_text", "read_bytes", "write_text", "write_bytes", "copy2", "copyfile", "touch", "savefig", "ParquetFile")
+OPENS = (
+    "open",
+    "read_text",
+    "read_bytes",
+    "write_text",
+    "write_bytes",
+    "copy2",
+    "copyfile",
+    "touch",
+    "savefig",
+    "ParquetFile",
+)
 MAY = {  # all that is opened past `files`, and why nobody else can have put something else there
     "a file of the package or of a library": ["__init__", "fast.support", "train.registry", "aliases", "learn.exercises", "scale.cluster"],
     "no file, or this process's own": ["bench.compare", "cli.options", "judges.endpoint", "sandbox.runner", "widgets.charts", "learn.checks"],
@@ -320,7 +357,11 @@ def plain_opens(tree: ast.AST) -> list[str]:
     for call in (n for n in ast.walk(tree) if isinstance(n, ast.Call)):
         name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
         text = ast.unparse(call)
-        own = re.match(r"(run_dir|folder|run|runs|desk|self|self\.page)\.open\(", text) or "/proc/" in text or "resources.files" in text
+        own = (
+            re.match(r"(run_dir|folder|run|runs|desk|self|self\.page)\.open\(", text)
+            or "/proc/" in text
+            or "resources.files" in text
+        )
         if name in OPENS and not own:
             found.append(text[:100])
     return found

@@ -434,7 +434,9 @@ def test_what_is_no_file_in_a_models_folder_is_refused_at_once(kind: str, tmp_pa
                 load(folder)
 
 
-@pytest.mark.parametrize("name", ["README.md", "notes.md", "run.yaml", "picture.png", "LICENSE", ".env", "more/notes.md"])
+@pytest.mark.parametrize(
+    "name", ["README.md", "notes.md", "run.yaml", "picture.png", "LICENSE", ".env", "more/notes.md"]
+)
 def test_no_link_in_a_models_folder_is_copied_or_published(name: str, tmp_path: Path, own: Path) -> None:
     """Names that no library reads, but that go along when the folder is sent to the hub or becomes a version."""
     import shutil
@@ -457,7 +459,9 @@ def test_no_link_in_a_models_folder_is_copied_or_published(name: str, tmp_path: 
     ):
         with suppress(ModelError):
             act()
-    copied = [p for p in tmp_path.rglob("*") if p.is_file() and "home" not in p.parts and tmp_path / "m" not in p.parents]
+    copied = [
+        p for p in tmp_path.rglob("*") if p.is_file() and "home" not in p.parts and tmp_path / "m" not in p.parents
+    ]
     assert not [p for p in copied if b"dear-diary" in p.read_bytes()]
 
 
