@@ -21,7 +21,7 @@ from ..models.load import staged
 from ..models.merge import sha256_of_weights, told_place
 from ..models.shards import SHARD_BYTES
 from ..strict import table_of
-from ..untrusted import Unreadable, json_value
+from ..train.stage import read_json
 
 EXPORT_RECORD = "export.json"
 EXPORT_BOUND = 0.01  # largest KL(model ‖ copy) that is kept without being forced, nats a token
@@ -67,12 +67,8 @@ def earlier_files(out: Path) -> list[str]:
     Args:
         out: the folder.
     """
-    try:
-        said = json_value((out / EXPORT_RECORD).read_bytes())["files"]
-    except (OSError, Unreadable, KeyError, TypeError):
-        return []
-    names = [str(n) for n in said] if isinstance(said, dict) else []
-    return [n for n in [*names, EXPORT_RECORD] if Path(n).name == n]
+    said = read_json(out / EXPORT_RECORD).get("files")
+    return [n for n in [*said, EXPORT_RECORD] if Path(n).name == n] if isinstance(said, dict) else []
 
 
 def check_target(out: Path, source: ExportSource, needed: int, overwrite: bool) -> None:

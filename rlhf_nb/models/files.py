@@ -140,7 +140,7 @@ def check_model_folder(folder: Path) -> None:
     home = folder.resolve()
     home = home.parent.parent if home.parent.name == "snapshots" else home  # of the hub's cache: with its `blobs`
     for file in [*folder.iterdir(), *(folder / "additional_chat_templates").glob("*")]:
-        if file.suffix in _READ:
+        if file.suffix in _READ or (file.is_symlink() and file.is_file()):
             try:
                 open_regular(file, root=home, limit=None if file.suffix in _WEIGHTS else _LONGEST).close()
             except OSError as e:

@@ -663,11 +663,13 @@ def episode_metrics(told: list[dict[str, Any]]) -> dict[str, float]:
 
     Returns:
         Means over episodes: rollout/turns, rollout/calls, rollout/tool_failures, perf/wait_tools_s, what
-        environments measure, and in rollout/stopped/REASON the share of episodes that ended for each reason there was.
+        environments measure. The longest wait: perf/wait_tools_max_s. In rollout/stopped/REASON the share of episodes
+        that ended for each reason there was.
     """
     n = max(1, len(told))
     found = {f"rollout/{k}": sum(e[k] for e in told) / n for k in ("turns", "calls", "tool_failures")}
-    found["perf/wait_tools_s"] = sum(e["wait_tools_s"] for e in told) / n  # two equal runs differ in perf/ only
+    waits = [e["wait_tools_s"] for e in told]  # two equal runs differ in perf/ only
+    found |= {"perf/wait_tools_s": sum(waits) / n, "perf/wait_tools_max_s": max(waits, default=0.0)}
     names = dict.fromkeys(k for e in told for k in e["metrics"])
     found |= {f"rollout/{k}": sum(e["metrics"].get(k, 0.0) for e in told) / n for k in names}
     return found | {f"rollout/stopped/{why}": k / n for why in STOPS if (k := sum(e["stop"] == why for e in told))}

@@ -360,7 +360,8 @@ def _stale(known: Known, config: Mapping[str, Any]) -> Concern:
         return None
     share, lag = recent(known["rollout/effective_share"][1]), recent(known.get("rollout/lag", ((), np.empty(0)))[1])
     text = f"{share:.0%} of the tokens' weights count, at a lag of {lag:.0f}"
-    return ("ok", text) if share > 0.5 else ("watch" if share > 0.2 else "bad", f"{text}: lower rollouts.lag or lr")
+    less = "rollouts.lag or lr" if lag else "lr"
+    return ("ok", text) if share > 0.5 else ("watch" if share > 0.2 else "bad", f"{text}: lower {less}")
 
 # %% ../../nbs/run/health.ipynb #07bfee79
 _TABLE = table_of("run/health.yaml")

@@ -452,9 +452,10 @@ class OnlineMethod(TextMethod):
 
     def rewarded(self, r: Rollout) -> tuple[Tensor, dict[str, Tensor]]:
         """Scores and parts of a rollout: asked for now, or before, where it was drawn ahead."""
-        if self.ticket is None or r.completion_ids is not self.ticket.drawn.completion_ids:
-            return self.rewards(r)
-        with self.meter.time("wait_rewards"):
+        computes = any(map(holds_model, self.rewards.fns))  # that is no waiting
+        with self.meter.time("rewards" if computes else "wait_rewards"):
+            if self.ticket is None or r.completion_ids is not self.ticket.drawn.completion_ids:
+                return self.rewards(r)
             said = self.rollouts.said(self.ticket)
         self.rewards.stats, self.rewards.steps = said.stats, said.steps
         now, lag = time.monotonic(), self.config.rollouts.lag
@@ -539,14 +540,14 @@ class OnlineMethod(TextMethod):
 
     @torch.no_grad()
     def lag_metrics(self, r: Rollout) -> dict[str, float]:
-        """How old a rollout is that was drawn ahead, how long its rewards took, and, where π_old was scored, how far
-        the policy has moved since.
+        """How old a rollout is, how long its rewards took where they were asked for ahead, and, where π_old was scored,
+        how far the policy is from who drew.
         """
-        if self.ticket is None:
-            return {}
-        lag, said = self.ticket.number - self.ticket.version, self.rollouts.said(self.ticket)
-        found = {"rollout/lag": float(lag), "perf/rewards_s": said.seconds}
-        if (workers := self.rollouts.workers) is not None:
+        found = {"rollout/lag": 0.0}
+        if self.ticket is not None:
+            lag = float(self.ticket.number - self.ticket.version)
+            found = {"rollout/lag": lag, "perf/rewards_s": self.rollouts.said(self.ticket).seconds}
+        if self.ticket is not None and (workers := self.rollouts.workers) is not None:
             drawn = self.ticket.drawing.result()
             found |= {"perf/workers_s": drawn.seconds, "perf/workers_cpu_s": drawn.cpu_seconds}
             found |= {"perf/generator_idle": workers.idle(), "perf/worker_deaths": float(workers.deaths)}

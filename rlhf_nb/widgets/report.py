@@ -23,6 +23,7 @@ from rich.text import Text
 
 from ..run.callbacks import short_number
 from ..core import RlhfError, RunError, printable
+from ..files import write_whole
 from .charts import line_chart
 from ..run.health import health_of
 from .html import escape
@@ -61,8 +62,7 @@ def report(run: Any, out: str | Path | None = None, samples: int = 20) -> Path:
     names = ", ".join(r.label for r in readers)
     page = html_page(names, f"<h1>{escape(names)}</h1>{shown}", "board.js")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(page, encoding="utf-8")
+        write_whole(path, page)
     except OSError as error:
         raise RunError(f"the report {path} cannot be written: {error}; choose another place with out=") from error
     return path
