@@ -243,7 +243,7 @@ def simulated_hours(
     note = (
         f"Simulated for {gpu.name}, at most {MOST_STEPS:,} steps of {hours:g} h; s a step: without and with all that "
         f"goes wrong. One GPU fails every {hazards.between:,.0f} h, a restart takes {hazards.restart:g} s, GPUs differ "
-        f"by {hazards.spread:.0%}; a checkpoint comes when Young's rule says so. Rates are stated, not measured here, and "
-        "launching kernels isn't counted, which small models feel."
+        f"by {hazards.spread:.0%}; a checkpoint comes when Young's rule says so. Rates are stated, not measured here, "
+        "and launching kernels isn't counted, which small models feel."
     )
     return "\n".join([*lines, "", note])
