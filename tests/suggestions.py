@@ -156,7 +156,10 @@ def in_messages() -> Iterator[Suggestion]:
         yield from in_prose(text, where)
 
 
-SENTENCES = ("cli/demo", "data/hub", "data/warnings", "pipeline/findings", "pipeline/texts", "run/health", "scale/plan")
+SENTENCES = (
+    "cli/demo", "data/hub", "data/warnings", "models/texts", "pipeline/findings", "pipeline/texts", "rewards/texts",
+    "run/health", "run/texts", "scale/plan",
+)  # fmt: skip
 
 
 def in_tables() -> Iterator[tuple[str, str]]:

@@ -49,21 +49,15 @@ def warn_of(name: str, kind: type[UserWarning] = DataWarning, /, **words: Any) -
 
 # %% auto #0
 __all__ = ['Message', 'Text', 'Row', 'OPTIONAL', 'SFT_FORMATS', 'PROMPTED', 'USUAL', 'ROLES', 'HUMAN', 'ASSISTANT', 'DataWarning',
-           'warn_rows', 'warn_of', 'format_table', 'detect_format', 'renamed', 'check_messages', 'without_none',
-           'hermes_as_calls', 'thoughts_of', 'with_thoughts', 'check_text', 'prompt_text', 'is_hh', 'parse_hh',
-           'extract_prompt', 'to_format', 'format_of', 'whole_rows', 'to_rows', 'disliked', 'COLUMNS']
+           'warn_rows', 'warn_of', 'detect_format', 'renamed', 'check_messages', 'without_none', 'hermes_as_calls',
+           'thoughts_of', 'with_thoughts', 'check_text', 'prompt_text', 'is_hh', 'parse_hh', 'extract_prompt',
+           'to_format', 'format_of', 'whole_rows', 'to_rows', 'disliked', 'COLUMNS']
 
 # %% ../../nbs/data/formats.ipynb #e9212480
 _all_ = ["COLUMNS"]
 OPTIONAL: dict[str, tuple[str, ...]] = {"preference": ("prompt", "margin")}
 SFT_FORMATS = ("text", "messages", "prompt_completion", "preference")  # what a demonstration can be read from
 PROMPTED = ("preference", "prompt_completion", "prompt", "messages", "text")  # ... and a prompt
-
-
-def format_table() -> str:
-    """The formats and their columns, one a line."""
-    lines = [f"{name:18s}{' + '.join(columns)}" for name, columns in COLUMNS.items()]
-    return "\n".join(line + "".join(f" (+ {c})" for c in OPTIONAL.get(line.split()[0], ())) for line in lines)
 
 # %% ../../nbs/data/formats.ipynb #2f879acb
 def _present(columns: Iterable[str] | Mapping[str, Any]) -> list[str]:

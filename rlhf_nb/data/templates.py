@@ -16,6 +16,7 @@ from ..core import ConfigError, DataError, did_you_mean
 from .foreign import RefusedProgram, render_chats
 from .formats import ASSISTANT, HUMAN, Message, Text, hermes_as_calls, thoughts_of, warn_of, with_thoughts
 from .shapes import DataNote
+from ..files import read_regular
 
 # %% auto #0
 __all__ = ['PAD_TOKEN', 'BOS_TOKEN', 'EOS_TOKEN', 'DEFAULT_CHAT_TEMPLATE', 'TEMPLATES', 'Answered', 'train_bpe',
@@ -112,7 +113,7 @@ def template_of(told: str) -> str:
         return told
     file = Path(told).expanduser()
     if os.path.isfile(file):  # False for a name that is too long, too
-        return file.read_text(encoding="utf-8")
+        return read_regular(file, 1 << 20, root=file).decode("utf-8")
     near = did_you_mean(told, template_names(), f"Those are {', '.join(template_names())}.")
     raise ConfigError(
         f"model.chat_template is {told[:80]!r}: no file, no Jinja text (it would write these very words for every "

@@ -25,6 +25,7 @@ from pydantic import AfterValidator, Field, field_validator
 
 from ..config import PathText, StrictConfig, option
 from ..core import ConfigError, RewardError
+from ..files import open_regular
 from .judge import JudgeTemplate, TemplateJudge, fill_template
 from ..rollout.tools import begin
 from ..untrusted import Unreadable, json_value
@@ -218,7 +219,8 @@ def ask_server(
             if isinstance(e, _GiveUp) or tried == attempts:
                 tries = f"after {tried} tries: " if tried > 1 else ""
                 why = str(e).rstrip(".") if key is None else str(e).rstrip(".").replace(key, "***")
-                raise RewardError(f"{address} gave no answer that can be used, {tries}{why}.") from e
+                up = " Is the server up at this address?" if isinstance(e, _TryAgain) else ""
+                raise RewardError(f"{address} gave no answer that can be used, {tries}{why}.{up}") from e
         time.sleep(wait)
     raise AssertionError("unreachable")
 
@@ -281,9 +283,9 @@ class AnswerCache:
         if self.path is not None:
             try:  # opened as it will be written to, so that a file that can't be is refused now
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                with self.path.open("a+", encoding="utf-8", errors="replace") as f:
+                with open_regular(self.path, "a+b", limit=1 << 30) as f:
                     f.seek(0)
-                    lines = f.read().split("\n")
+                    lines = f.read().decode("utf-8", "replace").split("\n")
             except OSError as e:
                 where = str(self.path)
                 raise ConfigError(f"cache: {where!r} can't be used ({e}): name a file that you can write to.") from e
@@ -306,7 +308,7 @@ class AnswerCache:
             self.found[key] = probs
             if self.path is not None:
                 line = json.dumps({"key": key, "probs": probs}) + "\n"
-                with self.path.open("a", encoding="utf-8") as f:
+                with open_regular(self.path, "a") as f:
                     f.write(("\n" if self._torn else "") + line)
                 self._torn = False
 

@@ -17,6 +17,7 @@ from ..core import ConfigError, suggest
 from .answers import AnswerReward, after_thinking
 from ..sandbox.runner import Sandbox, SandboxResult, _holds
 from ..sandbox.verdict import translate_tests
+from ..strict import table_of
 from ..untrusted import Unreadable, json_value
 
 # %% auto #0
@@ -129,6 +130,9 @@ def _same_output(got: str, want: str) -> bool:
     return left == right
 
 
+_SAID = table_of("rewards/texts.yaml")
+
+
 class PythonTests(AnswerReward):
     """The share of a row's tests that the completion's Python passes, each program in a sandbox of its own.
 
@@ -185,19 +189,11 @@ class PythonTests(AnswerReward):
         self.outcomes = dict(Counter(r.outcome for r in self.results))
         if not self._warned and any(r.fences and not _holds(r.fences) for r in self.results):
             self._warned = True
-            warnings.warn(
-                f"reward {self.name!r}: the kernel of this machine doesn't keep the policy's programs from your files, "
-                "and you said that programs may escape. Let nothing be in reach that you would miss.",
-                stacklevel=3,
-            )
+            warnings.warn(_SAID["fences"].format(name=self.name), stacklevel=3)
         if unclear := [r.unclear[0] for r in self.results if r.unclear]:
             if not self.unreadable:
-                warnings.warn(
-                    f"reward {self.name!r}: the tests of {len(unclear)} of {len(jobs)} programs can't be judged from "
-                    f"outside the program and give no reward (first: {unclear[0]}). Repair or drop these rows; "
-                    "`.unreadable` goes on counting.",
-                    stacklevel=3,
-                )
+                words = {"unclear": len(unclear), "jobs": len(jobs), "first": unclear[0]}
+                warnings.warn(_SAID["unclear"].format(name=self.name, **words), stacklevel=3)
             self.unreadable += len(unclear)
         return [None if r.unclear else self._share(r.passed) for r in self.results]
 

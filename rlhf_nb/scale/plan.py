@@ -20,7 +20,8 @@ __all__ = ['USABLE', 'MACHINE', 'ASSUMPTIONS', 'Plan', 'plan', 'smallest_group',
 # %% ../../nbs/scale/plan.ipynb #a587bfae
 USABLE = 0.9
 MACHINE = 8  # GPUs, from which a plan is written for several machines
-ASSUMPTIONS: list[str] = table_of("scale/plan.yaml")["assumed"]
+_SAID = table_of("scale/plan.yaml")
+ASSUMPTIONS: list[str] = _SAID["assumed"]
 
 
 class Plan(NamedTuple):
@@ -155,11 +156,8 @@ def _too_large(shape: DecoderShape, job: Job, gpus: int, memory: float, host: fl
             remedies.append(f"{more} GPUs")
             break
     would = "; ".join(remedies) if remedies else "a smaller model, or GPUs with more memory"
-    return (
-        f"{shape.total / 1e9:.1f} billion parameters with {job.method} don't fit on {gpus} × {memory:g} GiB, even "
-        f"split, recomputed and offloaded: {smallest.peak / 2**30:.0f} GiB would be needed on each GPU without "
-        f"offloading, most of it for {role}. What would fit: {would}."
-    )
+    words = {"billions": shape.total / 1e9, "method": job.method, "gpus": gpus, "memory": memory, "role": role}
+    return str(_SAID["unfit"].format(**words, needed=smallest.peak / 2**30, would=would))
 
 # %% ../../nbs/scale/plan.ipynb #53155e53
 def smallest_group(model: Any, found: Plan) -> int:
@@ -242,13 +240,8 @@ def plan_table(
     """
     shape = decoder_shape(model)
     commands = []
-    lines = [
-        f"{shape.total / 1e9:.2f} billion parameters, {job.method}{'' if job.lora is None else f', LoRA {job.lora}'}, "
-        f"{memory:g} GiB a GPU", "",
-        "| GPUs | stage | on the host | recompute | tokens a forward | rows a step | peak GiB (most of it) | sent a "
-        "step, GiB | one copy on |",
-        "|---:|---|---|---|---:|---:|---|---:|---:|",
-    ]  # fmt: skip
+    words = {"billions": shape.total / 1e9, "method": job.method, "memory": memory}
+    lines = _SAID["head"].format(**words, lora="" if job.lora is None else f", LoRA {job.lora}").splitlines()
     for n, found in plans(shape, job, gpus, memory, host).items():
         if found is None:
             lines.append(f"| {n:,} | doesn't fit | | | | | | | |")
