@@ -16,7 +16,7 @@ def requirements(key: str) -> list[str]:
     return cfg.get(key, "").split()
 
 
-extras = {name: requirements(f"{name}_requirements") for name in ("deepspeed", "trackers", "qlora", "verify", "math", "gguf", "games", "serve", "constrain", "pii", "learn", "docs", "browser", "dev")}
+extras = {name: requirements(f"{name}_requirements") for name in ("deepspeed", "trackers", "qlora", "verify", "math", "gguf", "games", "ray", "serve", "constrain", "pii", "learn", "docs", "browser", "dev")}
 extras["test"] = [p for name in ("dev", "deepspeed", "verify", "math", "gguf", "serve", "constrain") for p in extras[name]] + ["tensorboard", "openai", "httpx"]
 
 setup(
@@ -31,7 +31,7 @@ setup(
     keywords=cfg["keywords"],
     license="Apache-2.0",
     packages=find_packages(include=[lib, lib + ".*"]),
-    package_data={lib: ["py.typed", "*.yaml", "*/*.yaml", "*/*.md", "widgets/*.js", "widgets/*.css", "widgets/*.txt", "serve/page.css", "serve/page.html", "serve/page.js", "recipes/accelerate/*.yaml", "cli/*.json", "data/chat/*.jinja", "learn/*.safetensors", "learn/models/*.safetensors"]},
+    package_data={lib: ["py.typed", "*.pyi", "*.yaml", "*/*.yaml", "*/*.md", "widgets/*.js", "widgets/*.css", "widgets/*.html", "widgets/*.txt", "serve/page.css", "serve/page.html", "serve/page.js", "recipes/accelerate/*.yaml", "cli/*.json", "data/chat/*.jinja", "learn/*.safetensors", "learn/models/*.safetensors"]},
     python_requires=f">={cfg['min_python']}",
     install_requires=requirements("requirements"),
     extras_require=extras,

@@ -158,16 +158,35 @@ def in_messages() -> Iterator[Suggestion]:
     for path in modules():
         for line, text in constants(path):
             yield from in_prose(text, f"{path.relative_to(ROOT)}:{line}")
-    for where, text in in_findings():
+    for where, text in in_tables():
         yield from in_prose(text, where)
 
 
-def in_findings() -> Iterator[tuple[str, str]]:
-    """The doctor's sentences, which stand in a table; what is filled in as X."""
-    place = "rlhf_nb/pipeline/findings.yaml"
-    for name, parts in yaml.safe_load((ROOT / place).read_text(encoding="utf-8")).items():
-        for text in parts.values() if isinstance(parts, dict) else parts[1:]:
-            yield f"{place}:{name}", re.sub(r"(?<!\{)\{[^{}]*\}(?!\})", "X", text)
+SENTENCES = (
+    "cli/demo", "data/hub", "data/warnings", "models/texts", "pipeline/findings", "pipeline/texts", "rewards/texts",
+    "run/health", "run/texts", "scale/plan",
+)  # fmt: skip
+
+
+def in_tables() -> Iterator[tuple[str, str]]:
+    """Sentences that stand in tables beside the modules; `{me}` is the program's name, what else is filled in is X."""
+    for place in SENTENCES:
+        table = yaml.safe_load((ROOT / "rlhf_nb" / f"{place}.yaml").read_text(encoding="utf-8"))
+        for name, text in _leaves(table):
+            named = text.replace("{me}", "rlhf-nb")
+            yield f"rlhf_nb/{place}.yaml:{name}", re.sub(r"(?<!\{)\{[^{}]*\}(?!\})", "X", named)
+
+
+def _leaves(value: object, at: str = "") -> Iterator[tuple[str, str]]:
+    """The texts of a table, each with its place."""
+    if isinstance(value, dict):
+        for name, part in value.items():
+            yield from _leaves(part, f"{at}.{name}".strip("."))
+    elif isinstance(value, list):
+        for part in value:
+            yield from _leaves(part, at)
+    elif isinstance(value, str):
+        yield at, value
 
 
 def all_lines() -> list[Suggestion]:
@@ -229,7 +248,7 @@ def python_in_messages() -> Iterator[tuple[Suggestion, str]]:
                 for found in (*_IMPORT.findall(text), *_CALL.findall(text)):
                     if not re.search(r"\w\((s|es)\)$|^rgba", found) and _parses(found):
                         yield Suggestion(f"{path.relative_to(ROOT)}:{node.lineno}", found), text
-    for where, text in in_findings():
+    for where, text in in_tables():
         for found in (*_IMPORT.findall(text), *_CALL.findall(text)):
             if _parses(found):
                 yield Suggestion(where, found), text

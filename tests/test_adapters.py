@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import warnings
 from contextlib import suppress
 from pathlib import Path
@@ -9,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from rlhf_nb.core import ConfigError
 from rlhf_nb.data import toy
-from rlhf_nb.rollout.adapters import _PROGRAM, Gymnasium, ReasoningGym, TextArena
+from rlhf_nb.rollout.adapters import _PROGRAM, Gymnasium, ReasoningGym, TextArena, Verifiers
 from rlhf_nb.rollout.episodes import Turn
 from rlhf_nb.train.grpo import GRPOConfig, GRPOTrainer
 
@@ -100,6 +102,59 @@ def test_textarena(name: str) -> None:
         other.reset({}, i)
     assert play(TextArena(name), GAMES[name]) == alone and len(alone[0]) > 40
     assert all(s.says and alone[0] not in s.says for s in alone[1:] if not s.done), "rules are told once"
+
+
+TASKSET = """
+import verifiers.v1 as vf
+
+__all__ = ["Sums"]
+
+
+class Sum(vf.TaskData):
+    answer: str
+
+
+class SumTask(vf.Task[Sum]):
+    NEEDS_CONTAINER = NEEDS
+
+    @vf.reward
+    async def right(self, trace) -> float:
+        return float(trace.last_message.content.strip() == self.data.answer)
+
+    @vf.reward(weight=0.5)
+    async def short(self, task, trace) -> float:
+        return float(len(trace.assistant_messages[-1].content) < 20)
+
+    @vf.metric
+    async def turns(self, trace) -> float:
+        return float(trace.num_turns)
+
+
+class Sums(vf.Taskset[SumTask, vf.TasksetConfig]):
+    def load(self):
+        for i in range(50):
+            yield SumTask(Sum(prompt=f"What is {i} + {i}?", system_prompt="Only the number.", answer=str(2 * i)), self.config.task)
+"""
+
+
+def test_verifiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("verifiers")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name, needs in (("some_sums", "False"), ("boxed_sums", "True")):
+        (tmp_path / f"{name}.py").write_text(TASKSET.replace("NEEDS\n", f"{needs}\n"))
+    game = Verifiers("some-sums")
+    asked = game.reset({}, 4)
+    assert asked == Verifiers("some-sums").reset({}, 4) != game.reset({}, 5) and asked[0]["role"] == "system"
+    assert game.reset({"task": 7}, 5)[1] == {"role": "user", "content": "What is 7 + 7?"}
+    steps = [asyncio.run(game.step(Turn(text, [], None, 1, 9))) for text in ("14", "15", "the answer is " * 3)]
+    assert [s.reward for s in steps] == [1.5, 0.5, 0.0] and all(s.done for s in steps)
+    assert steps[0].metrics == {"right": 1.0, "short": 1.0, "turns": 1.0}
+    with pytest.raises(ConfigError, match="boxed-sums' needs a container; answers of one turn"):
+        Verifiers("boxed-sums")
+    with pytest.raises(
+        ConfigError, match="taskset is 'no_such', and verifiers can't load it: taskset 'no_such' not found"
+    ):
+        Verifiers("no_such")
 
 
 def test_a_run_learns_from_a_game(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ KINDS = ["ppo", "grpo", "raft"]
 def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers are forks of a process that has imported everything (`forked`)."""
     monkeypatch.setattr(rollout_workers, "CONTEXT", forked.context())
+    monkeypatch.setattr(rollout_workers, "_PAUSE", 0.01)
 
 
 class Slow(OurSampler):
@@ -54,6 +55,23 @@ class Deadly(OurSampler):
         return super().answer(*args) if multiprocessing.parent_process() is None else os._exit(3)
 
 
+class Killed(OurSampler):
+    """A sampler whose process is killed while it draws, so many times in a row; as if from outside."""
+
+    def __init__(self, file: Path, times: int) -> None:
+        super().__init__()
+        self.file, self.times = str(file), times
+
+    def answer(self, *args: Any) -> Any:
+        if os.environ.get("RAY_JOB_ID") or multiprocessing.parent_process() is not None:
+            with open(self.file, "a+b") as f:
+                if f.tell() < self.times:
+                    f.write(b".")
+                    f.flush()
+                    os.kill(os.getpid(), signal.SIGKILL)
+        return super().answer(*args)
+
+
 def drawn_by(kind: str, folder: Path, lag: int, workers: int, sampler: Any = None, **over: Any) -> Any:
     reward = toy.gold_reward if sampler is None else slowed(time.time_ns())
     t = make(kind, folder, lag, reward, rollouts={"lag": lag, "workers": workers}, **over)
@@ -67,7 +85,7 @@ def running() -> list[int]:
 
 
 def kill_some(t: Any, times: int, rng: random.Random) -> threading.Thread:
-    """kill -9 of a worker of a run, so many times, at most once a step: the third end over the same prompts counts."""
+    """kill -9 of a worker of a run, so many times, at most once a step."""
 
     def work() -> None:
         step = -1
@@ -138,6 +156,17 @@ def test_ten_killed_workers(kind: str, tmp_path: Path) -> None:
     assert weights(t) == weights(straight) and t.method.rollouts.workers.deaths >= 5
 
 
+@pytest.mark.parametrize("prompts", [8, 1])
+def test_five_kills_in_a_row(prompts: int, tmp_path: Path) -> None:
+    """Over the same prompts, several or one; they are halved, and drawn with the same bits."""
+    over = {"steps": 2, "rollout_batch_size": 4 * prompts, "mini_batch_size": 4 * prompts}
+    straight = drawn_by("grpo", tmp_path / "a", 0, 0, **over)
+    t = drawn_by("grpo", tmp_path / "b", 0, 1, **over)
+    t.method.sampler = Killed(tmp_path / "kills", 5)
+    straight.fit(), t.fit()
+    assert weights(t) == weights(straight) and t.method.rollouts.workers.deaths == 5 and not running()
+
+
 # --- the learner dies, and both
 
 
@@ -195,10 +224,20 @@ def test_a_worker_that_keeps_dying(tmp_path: Path) -> None:
     t = drawn_by("raft", tmp_path, 0, 1, Deadly())
     with pytest.raises(
         RewardError,
-        match="ended 3 times over the same prompts, the last time with exit code 3: .* A checkpoint of step 0 was left",
+        match="ended 3 times over the same prompts, the last time with exit code 3: .* The prompt is 'Visitor: .* "
+        "A checkpoint of step 0 was left",
     ):
         t.fit()
     assert not running()
+
+
+def test_a_prompt_that_is_always_killed(tmp_path: Path) -> None:
+    """An end, with a checkpoint, also where each end could have come from outside."""
+    t = drawn_by("grpo", tmp_path, 0, 1, rollout_batch_size=4, mini_batch_size=4)
+    t.method.sampler = Killed(tmp_path / "kills", 10**9)
+    with pytest.raises(RewardError, match="ended 8 times .* with exit code -9: .* A checkpoint of step 0 was left"):
+        t.fit()
+    assert not running() and t.method.rollouts.workers.deaths == 8
 
 
 class NoPlace:
@@ -229,7 +268,7 @@ def test_a_worker_that_cannot_be_started(
     parts = lambda: (torch.nn.Linear(1, 1), OurSampler(), None, None)
     crew = rollout_workers.Workers(2, 2, parts)
     crew.publish(0)
-    job = rollout_workers._Job(b"")
+    job = rollout_workers._Job(None, None, 0, torch.arange(1), [])
     thread = threading.Thread(target=crew._tend, args=(0, crew.crew), daemon=True)
     thread.start()
     crew.crew.jobs.put(job)

@@ -33,6 +33,7 @@ NEEDS = {  # extra: packages that are hidden, and command lines that need one of
         ["jsonschema"],
         ["grpo TINY rollout_batch_size=4 mini_batch_size=4 num_generations=2 'rewards=[{verify: json, schema: {}}]'"],
     ),
+    "ray": (["ray"], ["grpo TINY rollout_batch_size=4 mini_batch_size=4 num_generations=2 rollouts.ray=local"]),
     "games": (
         ["gymnasium", "reasoning_gym", "textarena"],
         [

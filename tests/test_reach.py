@@ -31,7 +31,7 @@ def named(code: str, modules: Iterable[str]) -> set[str]:
 
 def public(source: str) -> set[str]:
     """The modules that `import rlhf_nb` offers names of."""
-    return set(re.findall(r'^    "([a-z_.]+)": "[^"]+",$', source, re.M))
+    return set(re.findall(r"^from \.([a-z_.]+) import ", source, re.M))
 
 
 def reached(graph: dict[str, set[str]], roots: Iterable[str]) -> set[str]:
@@ -63,7 +63,7 @@ def roots() -> set[str]:
         for name in graph
         if name == "__main__" or name.split(".")[0] in ("cli", "learn", "train") or name == "app.cli"
     }
-    out |= public((ROOT / "rlhf_nb" / "__init__.py").read_text(encoding="utf-8"))
+    out |= public((ROOT / "rlhf_nb" / "__init__.pyi").read_text(encoding="utf-8"))
     for path in (p for room in ("course", "tutorials") for p in (ROOT / "nbs" / room).glob("*.ipynb")):
         cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
         out |= named("\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "code"), graph)

@@ -10,6 +10,7 @@ import stat
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -428,11 +429,40 @@ def test_what_is_no_file_in_a_models_folder_is_refused_at_once(kind: str, tmp_pa
         folder = tmp_path / f"model-{name}"
         shutil.copytree(own / "model", folder)
         no_file(kind, folder / name, victim)
-        begin = time.monotonic()
         for load in (load_policy, load_words, RewardModel.load):
-            with pytest.raises(ModelError, match="can't be read as a part of a model"):
+            with pytest.raises(ModelError, match="can't be read as a part of a model"), fuzz.limited(fuzz.SECONDS):
                 load(folder)
-        assert time.monotonic() - begin < 5, name
+
+
+@pytest.mark.parametrize(
+    "name", ["README.md", "notes.md", "run.yaml", "picture.png", "LICENSE", ".env", "more/notes.md"]
+)
+def test_no_link_in_a_models_folder_is_copied_or_published(name: str, tmp_path: Path, own: Path) -> None:
+    """Names that no library reads, but that go along when the folder is sent to the hub or becomes a version."""
+    import shutil
+
+    from rlhf_nb.feedback.versions import Versions, add_version
+    from rlhf_nb.hub.push import push_to_hub
+
+    secret = tmp_path / "home" / "secret.md"
+    secret.parent.mkdir()
+    secret.write_text("dear-diary")
+    folder = tmp_path / "m"
+    shutil.copytree(own / "model", folder)
+    if "/" in name:
+        (folder / "more").symlink_to(secret.parent)
+    else:
+        (folder / name).symlink_to(secret)
+    for act in (
+        lambda: push_to_hub(folder, "me/m", dry_run=tmp_path / "sent"),
+        lambda: add_version(Versions(tmp_path / "versions"), folder, "try"),
+    ):
+        with suppress(ModelError):
+            act()
+    copied = [
+        p for p in tmp_path.rglob("*") if p.is_file() and "home" not in p.parts and tmp_path / "m" not in p.parents
+    ]
+    assert not [p for p in copied if b"dear-diary" in p.read_bytes()]
 
 
 def test_a_folder_of_the_hubs_cache_is_read(tmp_path: Path, own: Path) -> None:
@@ -469,10 +499,8 @@ def test_an_adapter_names_layers_by_names(key: str, tmp_path: Path, own: Path) -
     )
     folder = adapter(tmp_path / "a", base_model_name_or_path=str(own / "model"), **{key: value})
     for load in (load_policy, RewardModel.load, ValueModel.load, read_adapter, ModelTensors):
-        begin = time.monotonic()
-        with pytest.raises(ModelError, match="layers are named by letters"):
+        with pytest.raises(ModelError, match="layers are named by letters"), fuzz.limited(fuzz.SECONDS):
             load(folder)
-        assert time.monotonic() - begin < 5
 
 
 def test_adapters_in_a_circle(tmp_path: Path) -> None:
@@ -528,10 +556,8 @@ def test_a_template_runs_in_a_child_with_limits(tmp_path: Path, own: Path) -> No
     short = [{"role": "user", "content": "Where do owls live?"}]
     assert encode_prompts(tok, [short])[0]
     for encode in (encode_prompts, encode_chat):
-        begin = time.monotonic()
-        with pytest.raises(DataError, match="s of CPU"):
+        with pytest.raises(DataError, match="s of CPU"), fuzz.limited(fuzz.SECONDS, wall=600):
             encode(tok, [short * 2] if encode is encode_prompts else short * 2)
-        assert time.monotonic() - begin < 60
     assert encode_prompts(tok, [short])[0]
 
 

@@ -91,7 +91,7 @@ def test_a_stand_in_trains(python: Path, tmp_path: Path) -> None:
     killed, seen = list[int](), set[int]()
 
     def kill(step: int) -> None:
-        workers = [p for _, p in sorted(t.method.rollouts.workers.crew.processes.items())]
+        workers = [p for _, p in sorted(t.method.rollouts.workers.crew.workers.items())]
         there = [pid for p in workers for pid in children(p.pid)]
         seen.update(there)
         if step == 2:
@@ -184,6 +184,20 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_refused_before_the_first_step(how: dict[str, Any], sentence: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=sentence):
         make("raft", tmp_path, 0, rollouts=how)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"hf_overrides": {"vocab_size": 7}}, "asks for a vocabulary of 7 tokens, but .* with [0-9]+ tokens"),
+        ({"tokenizer": "gpt2"}, "asks for tokenizer=gpt2, but vLLM gets the policy's own model"),
+        ({"model": "gpt2"}, "asks for model=gpt2, but vLLM gets the policy's own model"),
+    ],
+)
+def test_another_vocabulary_is_refused(options: dict[str, Any], sentence: str, python: Path, tmp_path: Path) -> None:
+    """Before the first step: its ids would be other words."""
+    with pytest.raises(ConfigError, match=f"rollouts.vllm_options {sentence}"):
+        make("raft", tmp_path, 0, rollouts={"vllm": str(python), "vllm_options": options})
 
 
 def test_adapters_and_decoders_are_refused(python: Path, tmp_path: Path) -> None:

@@ -15,8 +15,9 @@ from ..config import StrictConfig, option
 from ..core import ConfigError, DataError, did_you_mean
 from ..evaluate.intervals import Estimate, _round, mean_interval, share_interval
 from .results import Results
+from ..files import read_regular
 from ..train.stage import write_json
-from ..untrusted import Unreadable, json_value
+from ..untrusted import MAX_LINE, Unreadable, json_value
 
 # %% auto #0
 __all__ = ['Task', 'Frozen', 'Capability', 'CapabilityTester']
@@ -124,7 +125,7 @@ class CapabilityTester:
             DataError: there is none, or of another format or version.
         """
         try:
-            return cls(Frozen.model_validate(json_value(Path(path).read_bytes())))
+            return cls(Frozen.model_validate(json_value(read_regular(path, MAX_LINE, root=path))))
         except (OSError, Unreadable, ConfigError) as e:
             raise DataError(
                 f"{path} is no frozen task file ({e}): make one with CapabilityTester.freeze(...).save(path) of "

@@ -3,9 +3,11 @@
 # %% ../../nbs/bench/compare.ipynb #c0e0ab03
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from zlib import crc32
@@ -23,9 +25,10 @@ from rlhf_nb.bench.evals import (
 from .results import Judged, ModelPair, Results, compare_results, judged_of, pair_work
 from .suites import Suite, run_rows
 from ..judges.judge import verdicts_of
+from ..files import open_regular, write_whole
 from ..models.load import load_tokenizer
 from ..train.stage import write_json
-from ..untrusted import json_value
+from ..untrusted import json_lines
 from ..widgets.html import shown_table
 
 if TYPE_CHECKING:
@@ -80,20 +83,19 @@ def _judge_sides(
     suite, answers = Suite.read(sides[0].folder / "suite.json"), []
     for side in sides:
         mine: dict[str, list[str]] = {}
-        for line in (side.folder / "answers.jsonl").read_text(encoding="utf-8").splitlines():
-            row = json_value(line)
-            mine.setdefault(str(row["id"]), row["answers"])  # of several samples, the first
+        with open_regular(side.folder / "answers.jsonl") as file:
+            for row in (line.value for line in json_lines(file)):
+                mine.setdefault(str(row["id"]), row["answers"])  # of several samples, the first
         answers.append(mine)
     tokenizer = _tokenizer_for(config, sides[0])
     judge = named_judge(config, str(folder), tokenizer)
     out = {}
-    for i in range(len(sides)):
-        for j in range(i + 1, len(sides)):
-            place = folder / f"judged-{short_name(sides[i].name)}-{short_name(sides[j].name)}"
-            asked = {"judge": said, "of": [_fingerprint(answers[i]), _fingerprint(answers[j])]}
-            asked |= {"rules": versions_of(suite, config, pairs=True)}
-            work = pair_work(answers[i], answers[j], lambda *x: verdicts_of(judge, *x))  # type: ignore[arg-type]
-            out[i, j] = judged_of(run_rows(suite, work, place, asked, say=say))
+    for i, j in combinations(range(len(sides)), 2):
+        place = folder / f"judged-{short_name(sides[i].name)}-{short_name(sides[j].name)}"
+        asked = {"judge": said, "of": [_fingerprint(answers[i]), _fingerprint(answers[j])]}
+        asked |= {"rules": versions_of(suite, config, pairs=True)}
+        work = pair_work(answers[i], answers[j], lambda *x: verdicts_of(judge, *x))  # type: ignore[arg-type]
+        out[i, j] = judged_of(run_rows(suite, work, place, asked, say=say))
     return out
 
 
@@ -171,7 +173,9 @@ def compare_folders(
     write_json(folder / "compare.json", compared.to_dict())
     figure = draw_comparison(sides_scores(compared), pairs)
     for kind in ("svg", "png"):
-        figure.savefig(folder / f"compare.{kind}", **({"metadata": {"Date": None}} if kind == "svg" else {"dpi": 120}))
+        undated: Any = {"Date": None} if kind == "svg" else None
+        figure.savefig(picture := io.BytesIO(), format=kind, metadata=undated, dpi=120)
+        write_whole(folder / f"compare.{kind}", picture.getvalue())
     return compared, pairs, folder
 
 # %% ../../nbs/bench/compare.ipynb #f288845h

@@ -14,7 +14,7 @@ from pydantic import Field
 from rich.table import Table
 
 from ..console import me
-from .talk import _load, manner_of
+from .talk import Manner, _load, manner_of
 from ..decode.decoder import DecodeCost
 from ..decode.named import KINDS, DecoderConfig
 from ..train.decoders import decoder_reward, load_decoder
@@ -25,9 +25,11 @@ from ..data.templates import as_chat, encode_continuations, encode_prompts
 from ..evaluate.metrics import cluster_prompts, embed
 from .results import Results, results_of
 from rlhf_nb.bench.suites import (
-    RULES, ScoringRule, Scores, Suite, Work, against_rule, answer_work, checks_rule, choice_work, dialogue,
-    flip_rule, judge_rule, model_asker, refusal_rule, run_rows, suites,
+    RULES, AskModel, ModelAnswers, ScoringRule, Scores, Suite, Work, against_rule, answer_work, checks_rule,
+    choice_work, dialogue, flip_rule, judge_rule, model_asker, refusal_rule, run_rows, suites,
 )  # fmt: skip
+from ..judges.chat import ChatEndpoint
+from ..judges.endpoint import Address, KeyName
 from ..judges.judge import FunctionJudge, Judge
 from ..models.adapters import Reference
 from ..models.reference import model_fingerprint
@@ -40,7 +42,7 @@ from ..widgets.html import shown_table
 
 # %% auto #0
 __all__ = ['Judging', 'EvalConfig', 'scorer', 'one_scorer', 'entry_rule', 'named_judge', 'judge_settings', 'make_rule',
-           'short_name', 'versions_of', 'evaluate_suite', 'results_table', 'suites_told']
+           'short_name', 'token_rule', 'versions_of', 'evaluate_suite', 'results_table', 'suites_told']
 
 # %% ../../nbs/bench/evals.ipynb #862b4cde
 class Judging(StrictConfig):
@@ -68,6 +70,8 @@ class EvalConfig(Judging):
     slice: str | None = option(None, "column by which scores are told apart; null: the suite's own")
     clusters: int | None = option(None, "tell scores apart by so many clusters of prompts", ge=1)
     embed: bool = option(False, "clusters by the model's own vectors instead of words")
+    url: Address | None = option(None, "base address of a server with OpenAI's interface that answers; MODEL names it")
+    key_env: KeyName | None = option(None, "NAME of the environment variable with that server's key; null: no key")
     decoder: DecoderConfig = option(DecoderConfig(), "how answers are made; decoder=best_of_n:16 (docs/decoding.md)")
     measures: list[RewardEntry] = Field(
         default_factory=list, description="further rewards that are reported, as in rewards"
@@ -90,15 +94,21 @@ def scorer(
         device: of models.
     """
     own = decoder_reward(list(entries), device, key=key)
-    own.check_tokens(tokenizer)
+    if tokenizer is not None:
+        own.check_tokens(tokenizer)
+    elif counts := [e.where for e in entries if token_rule(e)]:
+        raise ConfigError(f"{key}: {counts[0]} reads token ids, and a server (url) sends texts: score by another rule.")
 
     def score(
         prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, list[Any]]
     ) -> dict[str, list[float | None]]:
         texts = [completion_text(c) for c in completions]
-        ids = encode_prompts(tokenizer, as_chat(tokenizer, list(prompts)))
-        c = Completions.from_lists(ids, encode_continuations(tokenizer, texts))
         n = len(texts)
+        if tokenizer is None:  # a server answered: rewards read texts
+            c = Completions.from_lists([[0]] * n, [[0]] * n)
+        else:
+            ids = encode_prompts(tokenizer, as_chat(tokenizer, list(prompts)))
+            c = Completions.from_lists(ids, encode_continuations(tokenizer, texts))
         rollout = Rollout(
             **c.columns_dict(), uid=torch.arange(n), finished=torch.ones(n, dtype=torch.bool), prompts=list(prompts),
             texts=texts, columns=dict(columns),
@@ -244,9 +254,10 @@ def short_name(model: str) -> str:
 
 
 def _answering(
-    suite: Suite, config: EvalConfig, folder: Path, net: Any, tokenizer: Any, says: dict[str, Any], samples: int
+    model: str, suite: Suite, config: EvalConfig, folder: Path, loaded: tuple[Any, Any, dict[str, Any]], samples: int
 ) -> tuple[Work, dict[str, Any], list[str]]:
     """How rows are answered and scored, the settings that decide the numbers, and what a reader should know of them."""
+    net, tokenizer, says = loaded
     decoder = None if config.decoder.is_plain else load_decoder(config.decoder, device=config.device)
     paid = None if decoder is None else list[DecodeCost]()
     differ = max(samples, 2 if KINDS[config.decoder.kind].draws else 1)
@@ -255,7 +266,7 @@ def _answering(
         temperature=config.temperature, top_p=config.top_p, n=differ,
         max_new_tokens=config.max_new_tokens or suite.config.max_new_tokens,
     )  # fmt: skip
-    ask = model_asker(
+    ask = _server_asker(model, config, how) if config.url else model_asker(
         net, tokenizer, how.sampling, seed=config.seed, greedy=how.greedy, eos=how.eos or None, system=config.system,
         raw=config.raw, decoder=decoder, paid=paid,
     )  # fmt: skip
@@ -268,6 +279,36 @@ def _answering(
     rule = make_rule(suite, config, tokenizer, str(folder))
     settings |= {"rules": versions_of(suite, config)}
     return answer_work(ask, rule, samples, paid), settings, notes
+
+
+def token_rule(entry: RewardEntry) -> bool:
+    """Whether a reward reads the tokens of the model that answers."""
+    tokens = entry.verify == "length" and entry.options.get("unit", "tokens") == "tokens"
+    return bool(tokens or entry.model or entry.process)
+
+
+def _server_asker(model: str, config: EvalConfig, how: Manner) -> AskModel:
+    """A server that answers prompts."""
+    s, first = how.sampling, [{"role": "system", "content": config.system}] if config.system else []
+    said = {"temperature": 0.0 if how.greedy else s.temperature, "max_tokens": s.max_new_tokens}
+    more = {} if how.greedy or s.top_p == 1 else {"top_p": s.top_p}
+    there = ChatEndpoint(str(config.url), model, key_env=config.key_env, extra=more, **said)
+
+    def ask(prompts: Sequence[Any], samples: int) -> ModelAnswers:
+        chats = [[{"role": "user", "content": p}] if isinstance(p, str) else [*p] for p in prompts]
+        each = [c if c[0]["role"] == "system" else [*first, *c] for c in chats for _ in range(samples)]
+        answers = there.say_all(each, [config.seed + k for _ in prompts for k in range(samples)])
+        return ModelAnswers(*map(list, zip(*answers)))
+
+    return ask
+
+
+def _check_server(suite: Suite, config: EvalConfig) -> None:
+    """Refuse what a server can't be asked."""
+    choice, decoder = suite.config.task == "choice", not config.decoder.is_plain
+    for key, asked in (("task: choice", choice), ("decoder", decoder), ("raw", config.raw), ("embed", config.embed)):
+        if config.url is not None and asked:
+            raise ConfigError(f"url is {config.url}, which sends texts, but {key} needs the model: leave one out.")
 
 
 def versions_of(suite: Suite, config: Judging, pairs: bool = False) -> dict[str, int]:
@@ -287,8 +328,7 @@ def versions_of(suite: Suite, config: Judging, pairs: bool = False) -> dict[str,
     elif own is None:
         entries.append(RewardEntry.model_validate(rule))
     for entry in entries:
-        tokens = entry.verify == "length" and entry.options.get("unit", "tokens") == "tokens"
-        names += ["token ids"] if tokens or entry.model or entry.process else [entry.verify] if entry.verify else []
+        names += ["token ids"] if token_rule(entry) else [entry.verify] if entry.verify else []
     return {name: RULES.get(name, 1) for name in names}
 
 
@@ -314,7 +354,7 @@ def evaluate_suite(
     """Ask a model a suite; goes on where an earlier run of the same was cut off.
 
     Args:
-        model: folder, short name or hub name.
+        model: folder, short name or hub name; with `config.url` its name at that server.
         suite: what is asked.
         config: settings.
         overwrite: throw away what the folder holds.
@@ -327,20 +367,22 @@ def evaluate_suite(
     Raises:
         ConfigError, DataError, RunError: settings, rows or the folder don't fit.
     """
+    _check_server(suite, config)
     folder = Path(config.output_dir or Path("runs/eval") / suite.config.name / short_name(model))
     choice, notes = suite.config.task == "choice", list[str]()
     with RunLock(folder):
         if overwrite:
             for name in ("answers.jsonl", "asked.json", "suite.json", "results.json"):
                 (folder / name).unlink(missing_ok=True)
-        net, tokenizer, says = loaded or _load(model, config.raw)
         samples = 1 if choice else config.samples or suite.config.samples
-        weights = model_fingerprint(Reference(net, copy_model=False))
+        loaded = loaded or ((None, None, {}) if config.url else _load(model, config.raw))
+        net, tokenizer, _ = loaded
+        weights = config.url or model_fingerprint(Reference(net, copy_model=False))
         settings: dict[str, Any] = {"model": model, "weights": weights, "raw": config.raw}
         if choice:
             work = choice_work(net, tokenizer, raw=config.raw)
         else:
-            work, more, notes = _answering(suite, config, folder, net, tokenizer, says, samples)
+            work, more, notes = _answering(model, suite, config, folder, loaded, samples)
             settings |= more
         slices = _slices_of(suite, config, net, tokenizer)  # refuses a wrong column before anything is asked
         lines = run_rows(suite, work, folder, settings, samples=samples, chunk=config.chunk, say=say)

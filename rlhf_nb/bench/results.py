@@ -20,10 +20,11 @@ from rlhf_nb.evaluate.intervals import (
     mean_interval, pass_interval, points_of, sign_flip_test,
 )  # fmt: skip
 from ..evaluate.metrics import by_slice, describe
+from ..files import read_regular
 from .suites import Row, Suite, Work, criteria_of, dialogue
 from ..judges.judge import Verdicts
 from ..train.stage import write_json
-from ..untrusted import Unreadable, json_value
+from ..untrusted import MAX_LINE, Unreadable, json_value
 from ..widgets.labels import cohen_kappa
 
 # %% auto #0
@@ -99,7 +100,7 @@ class Results(StrictConfig):
                 more = "the evaluation there isn't finished: type its command again."
             raise DataError(f"there is no {path}; {more}")
         try:
-            value = json_value(path.read_bytes())
+            value = json_value(read_regular(path, MAX_LINE))
         except Unreadable as e:
             raise DataError(f"{path}: {e}.") from e
         if not isinstance(value, dict) or value.get("format") != "rlhf-nb/eval" or value.get("version") != 1:

@@ -24,6 +24,7 @@ from ..data.sources import prompt_batch
 from ..data.templates import as_chat, encode_pairs
 from .instructions import followed
 from ..evaluate.metrics import is_refusal
+from ..files import open_regular, read_regular
 from ..judges.judge import Judge, verdicts_of
 from ..rewards.answers import extract_choice
 from ..decode.decoder import DecodeCost, Decoder, Plain, total
@@ -33,7 +34,7 @@ from ..scoring.trees import TOKEN_BUDGET
 from ..train.rlaif import append_rows
 from ..train.stage import write_json
 from ..types import Completions
-from ..untrusted import Unreadable, json_lines, json_value
+from ..untrusted import MAX_LINE, Unreadable, json_lines, json_value
 
 Row = dict[str, Any]
 
@@ -95,7 +96,7 @@ class Suite:
             DataError: there is none.
         """
         try:
-            said = json_value(Path(path).read_bytes())
+            said = json_value(read_regular(path, MAX_LINE))
             return cls(SuiteConfig.model_validate(said["config"]), said["rows"])
         except (OSError, Unreadable, KeyError, TypeError) as e:
             raise DataError(f"{path} holds no suite as `rlhf-nb eval` leaves it ({e}): evaluate again.") from e
@@ -438,7 +439,7 @@ def _intact(path: Path, sizes: Sequence[int]) -> list[dict[str, Any]]:
     end, chunk = 0, 0
     if not path.exists():
         return kept
-    with open(path, "rb") as f:
+    with open_regular(path) as f:
         for line in json_lines(f):
             if line.problem or not line.ended or not isinstance(line.value, dict) or line.value.get("chunk") != chunk:
                 break
@@ -448,7 +449,7 @@ def _intact(path: Path, sizes: Sequence[int]) -> list[dict[str, Any]]:
                 if chunk == len(sizes):
                     break
     if path.stat().st_size > end:
-        with open(path, "r+b") as f:
+        with open_regular(path, "r+b") as f:
             f.truncate(end)
             os.fsync(f.fileno())
     return kept
@@ -486,7 +487,7 @@ RULES = {  # versions of rules, raised whenever their scores change; a rule that
 def _begun_as_now(head: Path, now: Mapping[str, Any]) -> None:
     """Refuse to go on in a folder that was begun with other settings, or under another version of a rule."""
     try:
-        before = json_value(head.read_bytes())
+        before = json_value(read_regular(head, MAX_LINE))
     except Unreadable as e:
         raise RunError(f"{head} can't be read ({e}): --overwrite starts again.") from e
     before = before if isinstance(before, dict) else {}

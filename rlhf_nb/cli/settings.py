@@ -101,11 +101,12 @@ def say_what_to_train(command: str, kind: str, config: Any, given: Sequence[str]
         )
 
 # %% ../../nbs/cli/settings.ipynb #c5e70002
-_SHOWN = (  # settings that `--help` shows, as far as a method has them
-    "model.name_or_path", "data.path", "reward", "output_dir", "epochs", "steps", "loss", "variant", "beta", "kl_coef",
-    "critic", "num_generations", "rollout_batch_size", "mini_batch_size", "optimizer.lr", "model.lora.r",
-    "data.max_length", "sampling.max_new_tokens", "save_every", "seed",
-)  # fmt: skip
+def _packaged(name: str) -> dict[str, Any]:
+    """A table of this room."""
+    return dict(json.loads((resources.files("rlhf_nb") / "cli" / name).read_text(encoding="utf-8")))
+
+
+_COMMANDS = _packaged("commands.json")
 
 
 def settings_help(kind: str, command: str) -> str:
@@ -119,7 +120,7 @@ def settings_help(kind: str, command: str) -> str:
 
     config = get(kind).config
     values, lines = config.preset("default").flat(), ["Settings, KEY=VALUE (the most important, with their defaults):"]
-    for key in (k for k in _SHOWN if config.has(k)):
+    for key in (k for k in _COMMANDS["shown"] if config.has(k)):  # as far as a method has them
         value, about = values.get(key), config.describe(key).partition(";")[0]
         lines.append(f"  {key}={'null' if value is None else value}".ljust(38) + f" {about}")
     mine = [name for name, path in recipes().items() if recipe_kind(path) == kind]
@@ -130,31 +131,9 @@ def settings_help(kind: str, command: str) -> str:
     return "\n".join(f" {line}".rstrip() for line in lines) + "\n"
 
 # %% ../../nbs/cli/settings.ipynb #c5e70005
-GROUPS = {  # as `--help` shows them; a method that is named nowhere is listed under Train
-    "Start": ("demo", "data", "doctor", "run", "chat", "learn"),
-    "Train": (
-        "sft", "rlaif", "reward", "process", "ppo", "grpo", "rloo", "online-dpo", "dpo", "kto", "distill", "raft",
-        "sweep", "fork", "config",
-    ),
-    "Look": ("board", "watch", "report", "overopt"),
-    "Judge": ("eval", "compare"),
-    "Use and watch": ("sample", "get", "serve", "feedback", "cycle"),
-    "Operate": ("plan", "launch", "runs", "metrics", "export", "merge", "push"),
-}  # fmt: skip
-EXAMPLES = {  # the line that is typed most
-    "demo": "demo", "data": "data pairs.jsonl --model smollm2 --for dpo",
-    "doctor": "doctor dpo model.name_or_path=smollm2 data.path=pairs.jsonl", "run": "run --config runs/demo",
-    "chat": "chat smollm2", "learn": "learn quiz 1", "sweep": "sweep ppo --toy kl_coef=0.05,0.1,0.2",
-    "fork": "fork runs/ppo --at 40 kl_coef=0.2",
-    "board": "board runs", "watch": "watch runs/ppo", "report": "report runs/ppo", "overopt": "overopt runs/ppo",
-    "eval": "eval runs/ppo/model --suite sums", "compare": "compare smollm2 runs/sft/model --suite sums",
-   
-    "sample": "sample runs/ppo/model 'Where do owls live?'", "get": "get smollm2", "serve": "serve smollm2",
-    "feedback": "feedback feedback.jsonl", "cycle": "cycle feedback.jsonl",
-    "plan": "plan ppo model.name_or_path=smollm2 --gpus 8", "launch": "launch ppo --config run.yaml --processes 2",
-    "metrics": "metrics runs/ppo", "export": "export runs/ppo/model --dtype bf16 --out exported",
-    "merge": "merge runs/a/model runs/b/model --out merged", "push": "push runs/ppo OWNER/NAME",
-}  # fmt: skip
+# as `--help` shows them; a method that is named nowhere is listed under Train
+GROUPS: dict[str, list[str]] = _COMMANDS["groups"]
+EXAMPLES: dict[str, str] = _COMMANDS["examples"]  # the line that is typed most
 
 # %% ../../nbs/cli/settings.ipynb #c5e700b8
 def place_of_command(name: str) -> tuple[str, int]:
@@ -168,7 +147,7 @@ def place_of_command(name: str) -> tuple[str, int]:
 @cache
 def facts() -> dict[str, Any]:
     """What help says of methods, written down at export so that reading it needs no torch."""
-    return dict(json.loads((resources.files("rlhf_nb") / "cli" / "facts.json").read_text(encoding="utf-8")))
+    return _packaged("facts.json")
 
 
 def asks_registry() -> bool:

@@ -20,6 +20,7 @@ from rlhf_nb.data.shapes import (
     COLUMNS, PLAIN, SPEAKERS, SYSTEM, NothingToCompare, Reading, Shape, columns_used, gather, instructions,
     note_shape, read_as, recognise, shapes_of,
 )  # fmt: skip
+from ..strict import table_of
 from ..untrusted import MAX_LINE, json_value, mend
 
 Message = dict[str, Any]  # {"role": "user", "content": "Hello"}
@@ -38,9 +39,17 @@ def warn_rows(message: str, kind: type[UserWarning] = DataWarning) -> None:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, kind, stacklevel=level)
 
+
+_SENTENCES = table_of("data/warnings.yaml")
+
+
+def warn_of(name: str, kind: type[UserWarning] = DataWarning, /, **words: Any) -> None:
+    """`warn_rows` with what the table `data/warnings.yaml` says under a name, with these words filled in."""
+    warn_rows(_SENTENCES[name].format(**words), kind)
+
 # %% auto #0
 __all__ = ['Message', 'Text', 'Row', 'OPTIONAL', 'SFT_FORMATS', 'PROMPTED', 'USUAL', 'ROLES', 'HUMAN', 'ASSISTANT', 'DataWarning',
-           'warn_rows', 'format_table', 'detect_format', 'renamed', 'check_messages', 'without_none', 'hermes_as_calls',
+           'warn_rows', 'warn_of', 'detect_format', 'renamed', 'check_messages', 'without_none', 'hermes_as_calls',
            'thoughts_of', 'with_thoughts', 'check_text', 'prompt_text', 'is_hh', 'parse_hh', 'extract_prompt',
            'to_format', 'format_of', 'whole_rows', 'to_rows', 'disliked', 'COLUMNS']
 
@@ -50,25 +59,13 @@ OPTIONAL: dict[str, tuple[str, ...]] = {"preference": ("prompt", "margin")}
 SFT_FORMATS = ("text", "messages", "prompt_completion", "preference")  # what a demonstration can be read from
 PROMPTED = ("preference", "prompt_completion", "prompt", "messages", "text")  # ... and a prompt
 
-
-def format_table() -> str:
-    """The formats and their columns, one a line."""
-    lines = [f"{name:18s}{' + '.join(columns)}" for name, columns in COLUMNS.items()]
-    return "\n".join(line + "".join(f" (+ {c})" for c in OPTIONAL.get(line.split()[0], ())) for line in lines)
-
 # %% ../../nbs/data/formats.ipynb #2f879acb
 def _present(columns: Iterable[str] | Mapping[str, Any]) -> list[str]:
     """Names of the columns that hold something: in a row, None means that a column is not there."""
     return [k for k, v in columns.items() if v is not None] if isinstance(columns, Mapping) else list(columns)
 
 
-USUAL = {  # what others call a column
-    "prompt": "question query instruction input request user",
-    "completion": "response answer output reply target assistant",
-    "chosen": "preferred winner good better positive", "rejected": "dispreferred loser bad worse negative",
-    "label": "thumb liked feedback", "messages": "conversation conversations dialogue dialog turns chat",
-    "text": "content document",
-}  # fmt: skip
+USUAL: dict[str, str] = table_of("data/shapes.yaml")["usual"]  # what others call a column
 
 
 def _guess(column: str, wanted: Sequence[str]) -> tuple[str | None, bool]:
@@ -708,10 +705,7 @@ def whole_rows(rows: Iterable[Row]) -> Iterator[Row]:
             yield whole
     finally:
         if count:
-            warn_rows(
-                f"{count} row{'s hold' if count > 1 else ' holds'} half of a character (a lone surrogate: an emoji "
-                f"that was cut in two), the first is row {first}; each half is replaced by U+FFFD."
-            )
+            warn_of("half", count=count, hold="s hold" if count > 1 else " holds", first=first)
 
 
 def to_rows(rows: Iterable[Row], to: str | None = None, reading: Reading = PLAIN) -> Iterator[Row]:
@@ -750,9 +744,7 @@ def to_rows(rows: Iterable[Row], to: str | None = None, reading: Reading = PLAIN
         for reason, n in left.items():
             warn_rows(f"{n} of {n + kept} rows {reason} and are left out. {why}")
         if begun:
-            warn_rows(
-                f"{begun} of {kept} conversations begin with an answer; they are read from their first question on."
-            )
+            warn_of("begins_with_answer", begun=begun, kept=kept)
 
 
 def _begins_with_answer(row: Row) -> bool:

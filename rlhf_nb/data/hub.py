@@ -173,10 +173,7 @@ def explained(error: Exception, name: str, revision: str | None, split: str, sub
             return f"the dataset {name!r} of the hub {told}"
     if kinds & {"DatasetGenerationError", "ArrowInvalid", "NonMatchingSplitsSizesError"} and status_of(error) is None:
         first = str(error.__cause__ or error).strip().splitlines()[0][:200]
-        return (
-            f"files of the dataset {name!r} can't be read: {first.rstrip('.')}. If they were damaged, run the same "
-            f"command again after hf cache rm dataset/{name}; else choose others with data.subset or data.revision."
-        )
+        return str(HUB_WORDS["damaged"].format(name=name, first=first.rstrip(".")))
     reason = error if status_of(error) else _why(name, revision)
     if reason is None:  # the hub is not to blame
         first = str(error).strip().splitlines()[0][:300]

@@ -111,9 +111,11 @@ def _cell(text: str, name: str = "") -> Any:
     return text
 
 
-def _text_lines(file: BinaryIO) -> Iterator[str]:
+def _text_lines(file: BinaryIO, path: Path) -> Iterator[str]:
     """The lines of a table, none of them longer than a line may be."""
     while raw := file.readline(MAX_LINE):
+        if len(raw) == MAX_LINE:
+            raise DataError(f"{path}: a line has {MAX_LINE:,} bytes or more, and rows of a table are shorter.")
         yield raw.decode("utf-8")
 
 
@@ -127,7 +129,7 @@ def _csv(path: Path) -> Iterator[Row]:
     """Rows of a table with a header line."""
     csv.field_size_limit(MAX_LINE)
     with _bytes(path) as file:
-        lines = _text_lines(file)
+        lines = _text_lines(file, path)
         header = next(lines, "")
         table = csv.DictReader(chain([header], lines), delimiter=_separator(header, path.name))
         for k, row in enumerate(table, 2):
@@ -165,7 +167,7 @@ def _arrow(path: Path) -> Iterator[Row]:
 def _txt(path: Path) -> Iterator[Row]:
     """The lines of a text, each a row; blank ones are skipped."""
     with _bytes(path) as file:
-        yield from ({"text": line.rstrip("\r\n")} for line in _text_lines(file) if line.strip())
+        yield from ({"text": line.rstrip("\r\n")} for line in _text_lines(file, path) if line.strip())
 
 
 _READERS = {

@@ -13,7 +13,7 @@ from ..config import DataConfig
 from ..core import ConfigError, DataError, derive_seed
 from .hub import files_digest
 from .convert import to_unpaired
-from .formats import format_of, renamed, to_rows, warn_rows
+from .formats import format_of, renamed, to_rows, warn_of, warn_rows
 from .mix import apportion
 from .readers import OpenRows, open_rows
 from .shapes import PLAIN, DataNote, Reading
@@ -124,10 +124,7 @@ def raw_rows(data: DataConfig, split: str | None = None, streaming: bool | None 
             opened = open_rows(name, f"{cut}[:{many}]", data.subset, False, data.revision or commit)
         except DataError as e:
             why = shorten(str(e).splitlines()[0], 200, placeholder=" ...")
-            warn_rows(
-                f"data={place} is {many} rows of the hub's {name}, which can't be had ({why}); {many} pairs of "
-                f"the toy world stand in for them: data={FIRST_WORLD.name} asks for these by name."
-            )
+            warn_of("stands_in", place=place, many=many, name=name, why=why, world=FIRST_WORLD.name)
             made = made_rows(FIRST_WORLD.name, "preference", 0)
             held, part = cut.startswith("test"), made or ([], [])
             opened = lambda: iter(part[held][:many])
@@ -199,10 +196,7 @@ def _load_part(data: DataConfig, kind: RowKind, seed: int) -> tuple[list[Row], l
         return rows, []
     n = min(data.eval_size, len(rows) // 2)
     if n < data.eval_size:
-        warn_rows(
-            f"data.eval_size is {data.eval_size}, but {data.path} has {len(rows)} rows, and at least half are for "
-            f"training: {n or 'none'} are held out."
-        )
+        warn_of("too_few", asked=data.eval_size, path=data.path, rows=len(rows), n=n or "none")
     return _tell_shared_prompts(*_divide(rows, n, data, seed), data)
 
 
@@ -212,10 +206,7 @@ def _divide(rows: list[Row], n: int, data: DataConfig, seed: int) -> tuple[list[
         return rows[: len(rows) - n], rows[len(rows) - n :]
     kept, held = hold_out(rows, n, seed if data.eval_draw is None else data.eval_draw)
     if len(held) < n:
-        warn_rows(
-            f"of {data.path} {n} rows were to be held out, and {len(held) or 'none'} are: rows that begin with the "
-            "same prompt stay together, and no more fit. Another data.eval_size may; data.eval_draw=end takes the last."
-        )
+        warn_of("held_fewer", path=data.path, n=n, held=len(held) or "none")
     return kept, held
 
 
@@ -227,10 +218,7 @@ def _tell_shared_prompts(rows: list[Row], held: list[Row], data: DataConfig) -> 
         cure = f"take them out of one {'source of the mix' if data.eval_split is None else 'of the splits'}"
         if data.eval_draw == "end":
             cure = "data.eval_draw=null draws rows by lot, those of one prompt together"
-        warn_rows(
-            f"{shared} of {len(held)} held-out rows of {data.path or 'the mix'} have prompts that are trained on, too: "
-            f"what is measured on them is partly memory; {cure}."
-        )
+        warn_of("shared_prompts", shared=shared, held=len(held), path=data.path or "the mix", cure=cure)
     return rows, held
 
 # %% ../../nbs/data/rows.ipynb #f3a9e376
@@ -249,11 +237,7 @@ def held_out_of_stream(data: DataConfig, kind: RowKind, seed: int = 0) -> list[R
     split = data.split if data.eval_split is None else data.eval_split
     n = (data.eval_size or 0) if data.eval_split is None else None
     if n:
-        warn_rows(
-            f"held-out rows are the first {n} of the stream {data.path}, as they come: of a sorted one another kind "
-            "than the rest. data.eval_split=NAME takes a split of its own, data.streaming=false draws rows by lot.",
-            DataNote,
-        )
+        warn_of("first_of_stream", DataNote, n=n, path=data.path)
     return list(islice(in_kind(raw_rows(data, split)(), kind, reading_of(data, seed)), n)) if n != 0 else []
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from ..core import DataError, check_choice, derive_seed
 from ..errors import listed
+from ..strict import table_of
 from ..untrusted import json_value
 
 Row = dict[str, Any]
@@ -142,10 +143,8 @@ def _renamed(found: dict[str, list[Any]], where: str, to: str | None, reading: R
     return {role: values[0] for role, values in found.items() if values}
 
 # %% ../../nbs/data/shapes.ipynb #4f4d0d1b
-SPEAKERS = {
-    "system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
-    "chatgpt": "assistant", "model": "assistant", "bot": "assistant", "tool": "tool", "observation": "tool",
-}  # fmt: skip
+_TABLE = table_of("data/shapes.yaml")
+SPEAKERS: dict[str, str] = _TABLE["speakers"]
 
 
 def _turn(turn: Any, where: str) -> Row:
@@ -417,56 +416,25 @@ def _all(**kinds: type) -> Callable[[Mapping[str, Any]], bool]:
     return lambda row: all(isinstance(row.get(name), kind) for name, kind in kinds.items())
 
 
-_PAIR = {"chosen": "chosen", "rejected": "rejected"}
+_THUMBS = {"0", "1", "0.0", "1.0", "false", "true"}
 _RATED = ("annotations", "ratings", "rating", "fine-grained_score", "overall_score", "score")
-_HELPSTEER = "helpfulness + correctness? + coherence? + complexity? + verbosity?"
-SHAPES: list[Shape] = [
-    Shape("sharegpt", "ShareGPT", {"messages": "conversations|conversation"}, "messages", _sharegpt, _are_turns),
-    Shape("sharegpt_pairs", "ShareGPT with two answers", {"prompt": "conversations|conversation"} | _PAIR,
-          "preference", _sharegpt, _are_turns),
-    Shape("alpaca", "Alpaca", {"prompt": "instruction + input|context?", "completion": "output|response"},
-          "prompt_completion", _asked),
-    Shape("alpaca_pairs", "Alpaca with two answers", {"prompt": "instruction + input|context?"} | _PAIR, "preference",
-          _asked),
-    Shape("question_answer", "question and answer",
-          {"prompt": "question|query|problem", "completion": "answer|solution|response"}, "prompt_completion", _asked),
-    Shape("question_pairs", "question with two answers, as in orca-dpo",
-          {"prompt": "question|query|problem|input"} | _PAIR, "preference", _asked),
-    Shape("question", "question", {"prompt": "question|instruction|query|problem"}, "prompt", _asked),
-    Shape("prompt_response", "prompt and response", {"prompt": "prompt", "completion": "response"},
-          "prompt_completion", _renamed),
-    Shape("thumbs", "prompt and response with a thumb",
-          {"prompt": "prompt", "completion": "response", "label": "label|thumbs_up"}, "unpaired", _renamed),
-    Shape("question_thumbs", "question and answer with a thumb",
-          {"prompt": "question|query|problem|instruction + input?", "completion": "response|answer|solution|output",
-           "label": "label|thumbs_up"}, "unpaired", _asked,
-          lambda row: str(row.get("label", row.get("thumbs_up"))).lower() in {"0", "1", "0.0", "1.0", "false", "true"}),
-    Shape("ultrafeedback", "UltraFeedback", {"prompt": "instruction|prompt", "answers": "completions"}, "preference",
-          _rated, _dicts_with("completions", *_RATED)),
-    Shape("ranking", "ranked answers, as in Nectar", {"prompt": "prompt|question", "answers": "answers"},
-          "preference", _ranked, _dicts_with("answers", "rank")),
-    Shape("helpsteer", "HelpSteer2", {"prompt": "prompt", "completion": "response", "score": _HELPSTEER},
-          "preference", _scored, gathers=True),
-    Shape("openai_pairs", "OpenAI's preferences",
-          {"prompt": "input", "chosen": "preferred_output", "rejected": "non_preferred_output"}, "preference", _openai,
-          lambda row: isinstance(row["input"], Mapping) and "messages" in row["input"]),
-    Shape("arena", "two dialogues and the winner, as in the Arena",
-          {"chosen": "conversation_a", "rejected": "conversation_b", "winner": "winner"},
-          "preference", _arena, _all(conversation_a=list, conversation_b=list)),
-    Shape("arena_answers", "two answers and the winner",
-          {"prompt": "prompt|question|instruction", "chosen": "response_a|answer_a", "rejected": "response_b|answer_b",
-           "winner": "winner"}, "preference", _arena),
-    Shape("math_shepherd", "Math-Shepherd", {"input": "input", "label": "label"}, "stepwise", _shepherd,
-          lambda row: isinstance(row["input"], str) and "ки" in row["input"] and isinstance(row["label"], str)),
-    Shape("prm800k", "PRM800K", {"question": "question", "label": "label"}, "stepwise", _prm800k,
-          lambda row: isinstance(row["question"], Mapping) and isinstance(row["label"], Mapping)),
-    Shape("numina", "NuminaMath", {"prompt": "problem", "completion": "solution",
-          "about": "problem_type? + question_type? + answer?"}, "prompt_completion",
-          lambda found, *rest: _asked({k: v for k, v in found.items() if k != "about"}, *rest),
-          lambda row: not {"problem_type", "question_type"}.isdisjoint(row)),
-    Shape("xlam", "xLAM's calls of tools", {"messages": "query", "calls": "answers", "tools": "tools"}, "messages",
-          _xlam),
-]  # fmt: skip
+# by shape: how it is converted, whether its columns fit, whether neighbours belong together; of others `_asked` alone
+_WAYS: dict[str, tuple[Any, ...]] = {
+    "sharegpt": (_sharegpt, _are_turns), "sharegpt_pairs": (_sharegpt, _are_turns), "prompt_response": (_renamed,),
+    "thumbs": (_renamed,), "ultrafeedback": (_rated, _dicts_with("completions", *_RATED)), "xlam": (_xlam,),
+    "question_thumbs": (_asked, lambda row: str(row.get("label", row.get("thumbs_up"))).lower() in _THUMBS),
+    "ranking": (_ranked, _dicts_with("answers", "rank")), "helpsteer": (_scored, _all(), True),
+    "openai_pairs": (_openai, lambda row: isinstance(row["input"], Mapping) and "messages" in row["input"]),
+    "arena": (_arena, _all(conversation_a=list, conversation_b=list)), "arena_answers": (_arena,),
+    "math_shepherd": (_shepherd, lambda row: _all(input=str, label=str)(row) and "ки" in row["input"]),
+    "prm800k": (_prm800k, _all(question=Mapping, label=Mapping)),
+    "numina": (
+        lambda found, *rest: _asked({k: v for k, v in found.items() if k != "about"}, *rest),
+        lambda row: not {"problem_type", "question_type"}.isdisjoint(row),
+    ),
+}  # fmt: skip
+
+SHAPES = [Shape(name, *about, *_WAYS.get(name, (_asked,))) for name, about in _TABLE["shapes"].items()]
 
 
 def shape_table() -> str:

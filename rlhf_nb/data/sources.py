@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ..core import DataError, derive_seed
-from .formats import COLUMNS, Row, Text, to_rows, warn_rows
+from .formats import COLUMNS, Row, Text, to_rows, warn_of, warn_rows
 from .readers import OpenRows
 from .shapes import DataNote
 from rlhf_nb.data.templates import (
@@ -265,10 +265,7 @@ def _warn_unknown(rows: Sequence[Row], tok: Any) -> None:
     ids = [v for r in rows for k, v in r.items() if k in ("prompt_ids", "completion_ids", "chosen_ids", "rejected_ids")]
     n, total = sum(v.count(unknown) for v in ids), sum(map(len, ids))
     if n > 0.01 * total:
-        warn_rows(
-            f"{n / total:.0%} of the tokens are {tok.unk_token!r}: the tokenizer doesn't know these words, all alike "
-            "to the model. Use a model that was made for this text (the toy world's knows its own words only)."
-        )
+        warn_of("unknown", share=n / total, word=tok.unk_token)
 
 
 def _warn_spelled(dialogues: Iterable[Any], tok: Any) -> None:
@@ -281,10 +278,7 @@ def _warn_spelled(dialogues: Iterable[Any], tok: Any) -> None:
         hit = next((match[0] for text in said if (match := found.search(text))), "")
         hits, first = hits + bool(hit), first or hit
     if hits:
-        warn_rows(
-            f"{hits} prompts or answers spell a special token of the tokenizer ({first!r}, say) in a message. It is "
-            "read as the template's own, so a text can end its turn and begin another: take it out, unless meant."
-        )
+        warn_of("spelled", hits=hits, first=first)
 
 # %% ../../nbs/data/sources.ipynb #59a6e55f
 def _all_tokens(prompt: list[int], completion: list[int]) -> tuple[list[int], list[int], list[bool]]:
@@ -311,15 +305,10 @@ def _say_plain(prompts: Sequence[Text], tok: Any, chat: bool | None, warn: bool)
 
 def _say_split(rows: list[int], tok: Any) -> None:
     """Tell once of dialogues that became several rows, and of a template that makes one of each."""
-    split = [n for n in rows if n > 1]
-    names = family_templates(tok) if split else []
-    if split:
-        warn_rows(
-            f"{len(split)} of {len(rows)} dialogues became {sum(split)} rows, one for each answer: the chat template "
-            "writes earlier turns anew as the dialogue goes on; an answer is learnt behind what the model sees."
-            + "".join(f" model.chat_template={n} keeps all turns as said, in training and afterwards." for n in names),
-            DataNote,
-        )
+    if split := [n for n in rows if n > 1]:
+        said = " model.chat_template={} keeps all turns as said, in training and afterwards."
+        kept = "".join(map(said.format, family_templates(tok)))
+        warn_of("split", DataNote, split=len(split), rows=len(rows), became=sum(split), kept=kept)
 
 
 def _sft_tokens(rows: list[Row], tok: Any, completion_only: bool, chat: bool | None) -> list[list[Answered]]:
@@ -448,10 +437,7 @@ def _comparable(rows: Iterable[Row], lost: Counter[str], warn: bool) -> tuple[li
             kept.append(row)
     alone = sum(not row["prompt"] for row in kept)
     if alone and warn:
-        warn_rows(
-            f"{alone} of {total} pairs have no prompt and no common beginning, so two whole texts are compared; if "
-            "they answer different prompts, give a prompt column or drop them."
-        )
+        warn_of("no_prompt", alone=alone, total=total)
     return kept, total
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from ..core import ConfigError, DataError
-from .formats import Row, to_rows, warn_rows
+from .formats import Row, to_rows, warn_of, warn_rows
 from .sources import truncate
 from .templates import encode_continuations, encode_pairs, is_blank, pairs_as_chat
 
@@ -235,8 +235,4 @@ def _warn_of(rows: Sequence[Row], lost: Counter[str], total: int, tok: Any, rule
     if other:
         said = {"pattern": rule.pattern, "token": rule.token, "separator": rule.separator}
         how = next(f"boundary.{k}={v!r}" for k, v in said.items() if v)
-        warn_rows(
-            f"in {other} of {len(some)} rows {how} ends steps elsewhere than the rows do, so in answers of a policy "
-            "the model will be asked at places that it never learnt: set boundary.pattern to what ends a step in these "
-            "rows."
-        )
+        warn_of("other_steps", other=other, rows=len(some), how=how)

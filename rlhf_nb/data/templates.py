@@ -14,8 +14,9 @@ from typing import Any, NamedTuple, cast
 
 from ..core import ConfigError, DataError, did_you_mean
 from .foreign import RefusedProgram, render_chats
-from .formats import ASSISTANT, HUMAN, Message, Text, hermes_as_calls, thoughts_of, warn_rows, with_thoughts
+from .formats import ASSISTANT, HUMAN, Message, Text, hermes_as_calls, thoughts_of, warn_of, with_thoughts
 from .shapes import DataNote
+from ..files import read_regular
 
 # %% auto #0
 __all__ = ['PAD_TOKEN', 'BOS_TOKEN', 'EOS_TOKEN', 'DEFAULT_CHAT_TEMPLATE', 'TEMPLATES', 'Answered', 'train_bpe',
@@ -112,7 +113,7 @@ def template_of(told: str) -> str:
         return told
     file = Path(told).expanduser()
     if os.path.isfile(file):  # False for a name that is too long, too
-        return file.read_text(encoding="utf-8")
+        return read_regular(file, 1 << 20, root=file).decode("utf-8")
     near = did_you_mean(told, template_names(), f"Those are {', '.join(template_names())}.")
     raise ConfigError(
         f"model.chat_template is {told[:80]!r}: no file, no Jinja text (it would write these very words for every "
@@ -280,11 +281,7 @@ def _answer(tok: Any, messages: list[Message], tools: Any, opened: str, closed: 
             "data.thoughts=inline writes it into the answer, in <think> tags; data.thoughts=drop goes without."
         )
     if before and closed.startswith(before) and words.strip() in closed[len(before) :]:
-        warn_rows(
-            f"the chat template asks for an answer with {opened[-24:]!r}, but writes none of that in front of answers "
-            "without thoughts: they are learnt as it writes them, and sampling begins otherwise.",
-            DataNote,
-        )
+        warn_of("begins_otherwise", DataNote, opened=opened[-24:])
         return before, closed[len(before) :]
     other = _other(tok, messages, tools)
     raise DataError(

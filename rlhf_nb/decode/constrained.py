@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from ..core import ConfigError, ModelError
 from .decoder import Decoder
 from ..fast.support import unwrapped
+from ..files import read_regular
 from ..rollout.backends import Request
 from ..rollout.choosing import Chooser
 from ..rollout.mixture import sample_together
 from ..rollout.sampler import check_request, eval_mode
 from ..types import Rollout
-from ..untrusted import Unreadable, json_value
+from ..untrusted import MAX_CONFIG, Unreadable, json_value
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ def _reason(error: str) -> str:
 def _file(path: str, what: str) -> str:
     """A file's text."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return read_regular(path, MAX_CONFIG, root=path).decode("utf-8")
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError(f"{what}={path} can't be read: {e}.") from e
 

@@ -21,7 +21,7 @@ from ..models.load import staged
 from ..models.merge import sha256_of_weights, told_place
 from ..models.shards import SHARD_BYTES
 from ..strict import table_of
-from ..untrusted import Unreadable, json_value
+from ..train.stage import read_json
 
 EXPORT_RECORD = "export.json"
 EXPORT_BOUND = 0.01  # largest KL(model ‖ copy) that is kept without being forced, nats a token
@@ -67,12 +67,8 @@ def earlier_files(out: Path) -> list[str]:
     Args:
         out: the folder.
     """
-    try:
-        said = json_value((out / EXPORT_RECORD).read_bytes())["files"]
-    except (OSError, Unreadable, KeyError, TypeError):
-        return []
-    names = [str(n) for n in said] if isinstance(said, dict) else []
-    return [n for n in [*names, EXPORT_RECORD] if Path(n).name == n]
+    said = read_json(out / EXPORT_RECORD).get("files")
+    return [n for n in [*said, EXPORT_RECORD] if Path(n).name == n] if isinstance(said, dict) else []
 
 
 def check_target(out: Path, source: ExportSource, needed: int, overwrite: bool) -> None:
@@ -206,11 +202,6 @@ def readme(done: Exported, source: ExportSource) -> str:
     ]
     for k, r in p.rewards.items():
         rows.append((f"reward {k}", f"{r.full:.3f} → {r.copy:.3f}, lost {r.lost:.3f} [{r.low:.3f}, {r.high:.3f}]"))
-    notes = " ".join(f"Note: {n}." for n in done.notes)
-    lines = [
-        f"# {told_place(source.place)} as safetensors", "", f"As plain transformers reads it. {notes}".strip(), "",
-        "| | |", "|---|---|", *(f"| {k} | {v} |" for k, v in rows), "",
-        f"Measured on {p.measured_on} ({p.tokens} positions) in fp32; all numbers are in `{EXPORT_RECORD}`.", "",
-        'Use: `transformers.AutoModelForCausalLM.from_pretrained("FOLDER")`', "",
-    ]  # fmt: skip
-    return "\n".join(lines)
+    words = {"place": told_place(source.place), "on": p.measured_on, "tokens": p.tokens, "record": EXPORT_RECORD}
+    table, notes = "\n".join(f"| {k} | {v} |" for k, v in rows), "".join(f" Note: {n}." for n in done.notes)
+    return str(_TABLE["readme"].format(**words, rows=table, notes=notes))

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..core import DataError, RunError, check_choice
+from ..files import open_regular, read_regular
 from ..run.checkpoint import fsync_path
 from ..run.log import append_line
 from ..untrusted import Unreadable, json_lines, mend
@@ -146,7 +147,7 @@ class Names:
     def _key(self) -> bytes:
         """The secret, made once; of several processes that make one, all take the first's."""
         with suppress(FileNotFoundError):
-            return self.key_path.read_bytes()
+            return read_regular(self.key_path, 1 << 10, root=self.key_path)
         aside = self.key_path.with_name(f"{self.key_path.name}.{secrets.token_hex(4)}")
         try:
             self.key_path.parent.mkdir(parents=True, exist_ok=True)
@@ -157,7 +158,7 @@ class Names:
                 os.link(aside, self.key_path)
             aside.unlink()
             fsync_path(self.key_path.parent)
-            return self.key_path.read_bytes()
+            return read_regular(self.key_path, 1 << 10, root=self.key_path)
         except OSError as e:
             raise RunError(
                 f"cannot write {self.key_path}: {e}; without it users can't be hashed, and nothing was stored."
@@ -230,7 +231,7 @@ class FeedbackStore:
         self.torn, found, undone, notes = 0, dict[str, Feedback](), set[str](), dict[tuple[str, str], str]()
         if not self.path.exists():
             return []
-        with open(self.path, "rb") as f:
+        with open_regular(self.path, root=self.path) as f:
             for line in json_lines(f):
                 try:
                     if line.problem:
@@ -289,7 +290,7 @@ def erase(path: Path, hashes: Set[str]) -> list[dict[str, Any]]:
     """
     lines, places = list[dict[str, Any]](), list[tuple[int, int]]()
     try:
-        with open(path, "r+b") as file:
+        with open_regular(path, "r+b", root=path) as file:
             for line in json_lines(file):
                 own = isinstance(line.value, dict) and not hashes.isdisjoint(map(str, map(line.value.get, _OWNERS)))
                 if own:
@@ -349,7 +350,7 @@ def copies_of(path: Path, users: Set[str]) -> list[Path]:
 def _holds(path: Path, users: Set[str]) -> bool:
     """Whether a file contains one of some hashes."""
     try:
-        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+        with open_regular(path, root=path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
             return any(text.find(user.encode()) >= 0 for user in users)
     except (OSError, ValueError):  # unreadable, or empty
         return False

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .store import Names, erase
+from ..files import open_regular
 from ..run.log import append_line
 from ..untrusted import json_lines
 
@@ -88,7 +89,7 @@ class TrafficLog:
 def read_traffic(path: str | Path) -> Iterator[Served]:
     """The lines of a traffic log; what can't be read (a torn last line, a line of something else) is left out."""
     names = {f.name for f in dataclasses.fields(Served)}
-    with open(path, "rb") as file:
+    with open_regular(path, root=path) as file:
         for line in json_lines(file):
             if isinstance(line.value, dict):
                 try:

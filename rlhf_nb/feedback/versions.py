@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core import ConfigError, RunError, did_you_mean
+from ..models.files import check_model_folder
 from ..run.checkpoint import fsync_path
 from ..run.log import append_line, read_metrics
 from ..train.stage import read_json, write_json
@@ -143,6 +144,7 @@ def add_version(versions: Versions, model: str | Path, reason: str, about: Mappi
     model = Path(model)
     if not any((model / f).exists() for f in ("config.json", "adapter_config.json")):
         raise ConfigError(f"{model} holds no model (no config.json), so it can't become a version.")
+    check_model_folder(model)
     name = versions.next_name()
     aside = versions.folder / f".{name}.{os.getpid()}"
 
@@ -152,9 +154,12 @@ def add_version(versions: Versions, model: str | Path, reason: str, about: Mappi
         except OSError:
             shutil.copy2(source, target)
 
+    def left_out(at: str, names: list[str]) -> list[str]:  # links to folders may lead anywhere
+        return [n for n in names if n == "version.json" or (Path(at, n).is_symlink() and Path(at, n).is_dir())]
+
     try:
         versions.folder.mkdir(parents=True, exist_ok=True)
-        shutil.copytree(model, aside, copy_function=bring, ignore=shutil.ignore_patterns("version.json"))
+        shutil.copytree(model, aside, copy_function=bring, ignore=left_out)
         told = {"version": name, "parent": versions.current, "time": round(time.time(), 3)}
         told |= {"made_from": str(model), "reason": reason, **(about or {})}
         write_json(aside / "version.json", told)

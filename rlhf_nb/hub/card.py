@@ -22,6 +22,7 @@ from ..data.hub import sha256_of
 from ..data.sources import collate_prompts, tokenize_prompts
 from ..evaluate.policy import PolicyEval, before_after, evaluate
 from ..data.worlds import gold_of, model_world, world_of
+from ..models.files import check_model_folder
 from ..models.load import load_model
 from ..models.merge import MERGE_RECORD
 from ..models.places import SHORT_NAMES, find_copy, read_origin
@@ -152,6 +153,7 @@ def read_run(place: str | Path) -> Told:
         below = sorted(p.parent for p in folder.glob("*/model") if _is_model(p))
         here = f"Runs with one: {', '.join(map(str, below))}." if below else ""
         raise RunError(f"{folder} holds no model. {here or 'A run leaves it at its end: go on with --resume.'}")
+    check_model_folder(model)
     run = folder if model != folder else folder.parent if folder.name == "model" else None
     if run is None or not (run / "config.yaml").is_file() or not (run / "metrics.jsonl").is_file():
         if (model / MERGE_RECORD).is_file():
@@ -347,8 +349,8 @@ def inherited_license(told: Told) -> str | None:
     """The licence that the first model's card names; None: it isn't known."""
     base = str(told.config.model.name_or_path) if told.config is not None else ""
     place = find_copy(base) or Path(base)
-    there = bool(base) and (place / "README.md").is_file()
-    text = (place / "README.md").read_text(encoding="utf-8", errors="replace") if there else ""
+    file = place / "README.md"
+    text = read_regular(file, 1 << 24, root=file).decode("utf-8", "replace") if base and file.is_file() else ""
     front = re.match(r"---\n(.*?)\n---", text, re.S)
     try:
         known = parse_yaml(front[1]) if front else {}

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from .card import card, read_run
 from ..core import ConfigError, RunError, check_choice
+from ..files import write_whole
 from ..models.merge import Merged, merge_models, told_place
 from ..models.recipe import NEEDS_BASE, MergePart, Recipe, check_method
 
@@ -45,7 +46,7 @@ def size_of(text: str) -> int:
 # %% ../../nbs/hub/merging.ipynb #a919012
 def write_card(out: Path) -> None:
     """Write README.md beside a merged model: what it is made of, and how it is used."""
-    (out / "README.md").write_text(card(read_run(out), out.name), encoding="utf-8")
+    write_whole(out / "README.md", card(read_run(out), out.name))
 
 
 def merge_named(

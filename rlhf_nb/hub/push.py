@@ -24,13 +24,7 @@ from ..untrusted import Unreadable, dump_yaml, parse_yaml
 __all__ = ['find_secrets', 'shown_log', 'build_folder', 'not_sent', 'send', 'push_to_hub']
 
 # %% ../../nbs/hub/push.ipynb #0893377f
-_SECRETS = {
-    "a token of the hub": r"\bhf_[A-Za-z0-9]{20,}",
-    "a key of a service": r"\b(?:sk|pk|rk)-[A-Za-z0-9_-]{20,}|\bgh[pousr]_[A-Za-z0-9]{20,}|\bAKIA[0-9A-Z]{16}\b"
-    r"|\bxox[abprs]-[A-Za-z0-9-]{10,}|\bglpat-[\w-]{20,}|\bAIza[\w-]{35}",
-    "a private key": r"-----BEGIN [A-Z ]*PRIVATE KEY-----",
-    "a password in an address": r"://[^/\s:@\"']+:[^/\s@\"']+@",
-}
+_SECRETS: dict[str, str] = HUB_WORDS["secrets"]
 _SECRET_KEYS = {
     "token", "hf_token", "api_key", "apikey", "password", "passwd", "secret", "access_token", "authorization", "bearer",
 }  # fmt: skip

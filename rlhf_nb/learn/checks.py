@@ -30,7 +30,7 @@ import torch
 
 from ..core import ConfigError, DataError, derive_seed, did_you_mean, printable, t_share
 from ..console import tell
-from ..files import read_regular, write_whole
+from ..files import open_regular, read_regular, write_whole
 from ..sandbox.runner import fence_in
 from ..untrusted import json_value
 
@@ -406,8 +406,8 @@ def grade(folder: str | Path, file: str | Path | None = None, seed: int | None =
     if not found:
         raise DataError(f"grade: {folder} holds no .json file. Students write theirs with learn.submit(NAME).")
     target = Path(file or Path(folder) / "grades.csv")
-    with target.open("w", newline="", encoding="utf-8") as out:
-        write = csv.writer(out).writerow
+    with open_regular(target, "w") as out:
+        write = csv.writer(out, lineterminator="\n").writerow
         write(("student", "exercise", "verdict"))
         for n, path in enumerate(found, 1):
             tell(f"{n} of {len(found)}: {path.name}")

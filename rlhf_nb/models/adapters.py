@@ -17,6 +17,7 @@ from ..core import ModelError, did_you_mean
 from ..scoring.trees import TOKEN_BUDGET
 from ..scoring.scores import TokenScores, completion_logps, completion_values
 from ..scoring.head import split_head
+from ..strict import table_of
 from .heads import RewardModel, ScalarAdapter, ScalarHead, ValueModel, load_lora_state, read_adapter
 from .load import adapter_names, disable_dropout, find_model, merged_weights
 from .load import moves_base, quiet, save_model, saved_wholes, using_adapter
@@ -157,10 +158,7 @@ class Reference:
     def __init__(self, model: Any, *, copy_model: bool = True, dtype: torch.dtype | None = None) -> None:
         moved = moves_base(model)
         if moved and copy_model:
-            _log.warning(
-                "the adapter's start (pissa, olora) is a part of the frozen weights, so 'adapters off' is not the "
-                "model that was loaded: the reference is a frozen copy; init_lora_weights=true or gaussian needs none"
-            )
+            _log.warning(table_of("models/texts.yaml")["pissa"])
         self.adapters_off = bool(adapter_names(model)) and not moved
         if self.adapters_off:
             parts = {k.split(".lora_B.")[1]: p for k, p in model.named_parameters() if ".lora_B." in k}

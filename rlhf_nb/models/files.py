@@ -22,6 +22,7 @@ from ..data.foreign import try_tokenizer
 from ..data.worlds import names
 from ..files import open_regular
 from .places import near_short_name, resolve
+from ..strict import table_of
 from ..untrusted import Unreadable, json_value
 
 # %% auto #0
@@ -39,6 +40,13 @@ def looks_local(name: str) -> bool:
 
 def no_such_path(path: Path, what: str) -> ModelError:
     """The error for a path that leads nowhere, with its nearest relative that exists."""
+    if path.parts[:1] in (("http:",), ("https:",)):
+        url = str(path).replace(":/", "://", 1)
+        return ModelError(
+            f"{url!r} is an address. A server sends texts and takes no weights, so nothing is trained through it. It "
+            f"can be evaluated (rlhf-nb eval NAME --suite SUITE url={url}), judge (judge.endpoint.url), or play a "
+            "user (episodes.environment=user)."
+        )
     there = path
     while not there.parent.is_dir() and there != there.parent:
         there = there.parent
@@ -132,7 +140,7 @@ def check_model_folder(folder: Path) -> None:
     home = folder.resolve()
     home = home.parent.parent if home.parent.name == "snapshots" else home  # of the hub's cache: with its `blobs`
     for file in [*folder.iterdir(), *(folder / "additional_chat_templates").glob("*")]:
-        if file.suffix in _READ:
+        if file.suffix in _READ or (file.is_symlink() and file.is_file()):
             try:
                 open_regular(file, root=home, limit=None if file.suffix in _WEIGHTS else _LONGEST).close()
             except OSError as e:
@@ -277,16 +285,11 @@ def load_or_explain(what: str, name: str, load: Callable[[], Any]) -> Any:
         offline = offline or "internet connection" in str(e) or "offline" in str(e).lower()
         reason = str(e).strip().splitlines()[0][:300] if str(e).strip() else type(e).__name__
         if "trust_remote_code" in str(e) or "custom code" in str(e):
-            hint = (
-                "It comes with Python code of its own, which would run on this machine with your rights. Read that "
-                "code; if you trust it, set model.trust_remote_code=true (it then holds for every model of the run)."
-            )
+            hint = table_of("models/texts.yaml")["own_code"]
         elif Path(name).expanduser().is_dir():
             hint = "Is the directory complete?"
         elif offline:
-            hint = (
-                "The hub can't be reached from here and there is no copy in its cache: give a local directory instead."
-            )
+            hint = table_of("models/texts.yaml")["no_copy"]
         else:
             hint = "It is neither a folder here nor a model of the hub that you may read: check the name, or log in."
         raise ModelError(

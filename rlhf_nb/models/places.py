@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core import ModelError, suggest
+from ..strict import table_of
 from ..untrusted import Unreadable, json_value
 
 # %% auto #0
@@ -15,12 +16,7 @@ __all__ = ['SHORT_NAMES', 'COMPLETE', 'split_revision', 'cache_folder', 'copy_fo
            'near_short_name']
 
 # %% ../../nbs/models/places.ipynb #3e3adac4
-SHORT_NAMES = {
-    "smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct",
-    "smollm2-360m": "HuggingFaceTB/SmolLM2-360M-Instruct",
-    "smollm2-1.7b": "HuggingFaceTB/SmolLM2-1.7B-Instruct",
-    "qwen2.5-0.5b": "Qwen/Qwen2.5-0.5B-Instruct",
-}
+SHORT_NAMES: dict[str, str] = table_of("models/names.yaml")["short"]
 
 
 def split_revision(name: str) -> tuple[str, str | None]:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from ..config import ModelConfig, TrainConfig
 from ..core import ConfigError, Precision, decide_precision
+from ..strict import table_of
 from .adapters import add_lora
 from .load import adapter_names, load_causal_lm, load_tokenizer
 
@@ -67,7 +68,4 @@ def dropout_left_out(config: RunOfModel, method: Any) -> str:
     lora = config.model.lora
     if lora is None or not lora.dropout or getattr(method, "adapter_dropout", False):
         return ""
-    return (
-        f"model.lora.dropout is {lora.dropout:g}, and this method learns without: log-probs of one token that differ "
-        "each time would be noise in ratios, margins and KL, so it is 0 here. Set model.lora.dropout=0; sft has it."
-    )
+    return str(table_of("models/texts.yaml")["lora_dropout"].format(rate=lora.dropout))

@@ -20,6 +20,7 @@ from rlhf_nb.data.sources import (
     LengthReport, length_report, row_key,
 )  # fmt: skip
 from ..data.templates import as_chat, family_templates, speaks_chat
+from ..strict import table_of
 from ..train.method import tokenize_rows
 from ..train.registry import get
 from ..data.worlds import RowKind, made_rows
@@ -376,7 +377,7 @@ def print_look(
 
     reading, total = reading_of(config.data, config.seed), len(look.raw)
     say(f"{look.path}: {'the first ' if look.more else ''}{total:,} rows, read as {look.taken_for}")
-    say(f"Shown as {_VIEWS[look.kind]}.")
+    say(f"Shown as {_SAID['views'][look.kind]}.")
     table = roles(look, reading)
     wide = max(len(name) for name, *_ in table)
     say()
@@ -386,9 +387,7 @@ def print_look(
     _complain(look, say)
     plain = [r["prompt"] for r in look.rows[:20] if isinstance(r.get("prompt"), str)]
     if tokenizer is not None and plain and as_chat(tokenizer, plain) != plain:
-        spoken = "go through it as a user's message (data.as_chat=false takes them as they are)"
-        bare = "are taken as they are (data.as_chat=true sends them through it)"
-        how = spoken if speaks_chat(tokenizer, config.data.as_chat) else bare
+        how = _SAID["as_chat"][speaks_chat(tokenizer, config.data.as_chat)]
         say(f"\nThe model has a chat template: plain prompts {how}.")
     ok = not look.wrong and bool(look.rows)
     if look.rows:
@@ -398,11 +397,8 @@ def print_look(
     colours = bool(console.is_terminal) and not console.no_color
     if rows and look.rows:
         shown = look.rows[:rows]
-        say(
-            f"\n{len(shown)} of "
-            f"them{'' if tokenizer else ', without a template (--model shows them as the model will see them)'}; "
-            f"{(_STEPS if look.kind == 'stepwise' else _LEGEND)[colours]}:"
-        )
+        legend = _SAID["steps" if look.kind == "stepwise" else "legend"][colours]
+        say(f"\n{len(shown)} of them{'' if tokenizer else _SAID['bare']}; {legend}:")
         for number, row in zip(look.numbers, shown):
             say(f"\n— row {number}")
             for parts in _parts(row, look, config.data, tokenizer):
@@ -410,18 +406,7 @@ def print_look(
     return ok
 
 
-_VIEWS = {
-    "sft": "demonstrations (sft)", "preference": "pairs (dpo, reward)", "unpaired": "single answers with a label (kto)",
-    "prompt": "prompts (ppo, grpo, rloo, online)", "stepwise": "answers with a label for each step (process)",
-}  # fmt: skip
-_LEGEND = {
-    True: "green counts in the loss (red: as the answer to avoid), what is dim is only read",
-    False: "«counts in the loss», ‹counts as the answer to avoid›, the rest is only read",
-}
-_STEPS = {
-    True: "green is a step that is right, red one that is wrong, what is dim is only read",
-    False: "«a right step», ‹a wrong step›, the rest is only read",
-}
+_SAID = table_of("pipeline/texts.yaml")["look"]
 
 # %% ../../nbs/pipeline/data_look.ipynb #e67ce5b9
 def _rows(n: int) -> str:
@@ -487,23 +472,15 @@ def _judged(look: FileLook, other: FileLook | None, say: Any) -> None:
     against, same = contradictions(look), same_sides(look)
     if against:
         i, j = against[0]
-        say(
-            f"{len(against)} of {len(look.rows)} judgements contradict an earlier one (row {i} turns row {j} round: "
-            f"{shown(i)}). Both are trained on, and one takes back what the other teaches: decide which is right, or "
-            "leave both out."
-        )
+        say(_SAID["against"].format(n=len(against), rows=len(look.rows), i=i, j=j, shown=shown(i)))
     if same:
         many = "1 pair has" if len(same) == 1 else f"{len(same)} pairs have"
-        say(
-            f"{many} no difference (row {same[0]}: {shown(same[0])}): nothing can be learnt from the same answer twice."
-        )
+        say(_SAID["same"].format(many=many, i=same[0], shown=shown(same[0])))
     turned = [] if other is None else contradictions(other, look)
     if other is not None and turned:
         i, j = turned[0]
-        say(
-            f"{other.path}: {len(turned)} of its {len(other.rows)} judgements stand here the other way round (its row "
-            f"{i} is row {j}, turned: {shown(i, other)}): whoever learns these is wrong there."
-        )
+        words = {"path": other.path, "n": len(turned), "rows": len(other.rows), "shown": shown(i, other)}
+        say(_SAID["turned"].format(**words, i=i, j=j))
 
 
 def _repeated(look: FileLook, data: DataConfig, other: FileLook | None, say: Any) -> None:
@@ -520,10 +497,7 @@ def _repeated(look: FileLook, data: DataConfig, other: FileLook | None, say: Any
     same, prompts = leaks(look, other)
     if same or prompts:
         first = f" (its row {same[0][0]} is row {same[0][1]} here)" if same else ""
-        say(
-            f"{other.path}: {len(same)} of {len(other.rows)} rows stand here, too{first}, and {prompts} of their "
-            "prompts. What is measured on them is memory: take them out of one of the files, or hold rows of one file "
-            "out with data.eval_size=NUMBER."
-        )
+        words = {"path": other.path, "n": len(same), "rows": len(other.rows), "first": first}
+        say(_SAID["leaks"].format(**words, prompts=prompts))
     else:
         say(f"{other.path}: none of its {len(other.rows)} rows stands here, and none of their prompts.")

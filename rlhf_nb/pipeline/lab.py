@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core import RunError, did_you_mean
+from ..files import write_whole
 from ..run.log import RunDir, read_metrics
 from ..run.overopt import GoldCurve, GoldFit
 from ..widgets.charts import Curve, Mark, Panel, to_png
@@ -108,6 +109,5 @@ def overopt(run: Path, gold: str | None = None, say: Callable[[str], None] = pri
 def _saved(picture: Picture, run: Path, name: str) -> Path:
     """A picture, written into a run's figures."""
     place = RunDir(run).figures / name
-    place.parent.mkdir(parents=True, exist_ok=True)
-    place.write_bytes(picture.png())
+    write_whole(place, picture.png())
     return place

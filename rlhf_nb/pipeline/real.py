@@ -21,6 +21,7 @@ from ..models.get import get_model
 from ..rewards.answers import Number
 from ..run.callbacks import Callback, RunView
 from ..run.log import RunDir, resident_mb
+from ..strict import table_of
 from ..train.grpo import GRPOConfig, GRPOTrainer
 from ..train.stage import write_json
 
@@ -165,25 +166,7 @@ def answers_side_by_side(rows: Sequence[dict[str, Any]]) -> Table:
     return table
 
 # %% ../../nbs/pipeline/real.ipynb #2e017c6e
-_WELCOME = """\
-SmolLM2-135M-Instruct is a small chat model that anybody can download. It was never trained for what comes now:
-  1. Before     It answers {questions} questions such as
-                "{question}"
-  2. Training   GRPO: it answers {prompts} such questions {group} times each and a verifier says which answers are \
-right; {steps} times.
-  3. After      It answers the first questions again. None of their sums was asked in training.
-All of it happens on this machine{gpu}, in 5 GB of memory. Two cores with AVX-512 and AMX took about \
-4 minutes (bf16), two with AVX2 only about 8½ beside other work (fp32).
-"""
-_NEXT = """\
-What to open next
-  {path}/results.json   the numbers, and all answers
-  {path}/model          the trained model; ask it something:
-      {me} sample {path}/model "{question}"
-  {me} report {path}    one HTML file with the curves
-The same with settings of your own, or as PPO, DPO or SFT:
-  {me} grpo --config smollm2_grpo steps=40      {me} ppo --config smollm2_ppo
-"""
+_SAID = table_of("pipeline/texts.yaml")["real"]
 
 
 class Shown(NamedTuple):
@@ -242,7 +225,7 @@ def real_demo(
     trainer = GRPOTrainer(config, eval_rows=[], callbacks=[Story(say)])
     group, gpu = config.num_generations, "'s GPU" if trainer.engine.device.type == "cuda" else ", without a GPU"
     told = {"questions": questions, "question": example, "group": group, "steps": config.steps, "gpu": gpu}
-    say(_WELCOME.format(**told, prompts=config.rollout_batch_size // group))
+    say(_SAID["welcome"].format(**told, prompts=config.rollout_batch_size // group))
     say("1. Before")
     first = ask(trainer, questions)
     say(f"  {score_of(first)}\n\n2. Training")
@@ -264,5 +247,5 @@ def real_demo(
     show(answers_side_by_side(rows))
     say(f"\nHeld-out questions: {found.before} before, {found.after} after {config.steps} steps.")
     say(f"{found.seconds / 60:.1f} minutes, {found.peak_gb:.1f} GB of memory.\n")
-    say(_NEXT.format(path=path, me=me, question=example))
+    say(_SAID["next"].format(path=path, me=me, question=example))
     return found

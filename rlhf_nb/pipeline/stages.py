@@ -21,6 +21,7 @@ from ..data.formats import ASSISTANT, HUMAN
 from ..data.sources import collate_prompts
 from ..data.templates import train_bpe
 from ..evaluate.policy import PolicyEval, evaluate
+from ..files import write_whole
 from ..data.worlds import FIRST_WORLD, WORLDS, gold_of, model_world, world_of
 from ..models.load import load_causal_lm, load_tokenizer, save_model
 from rlhf_nb.pipeline.gates import (
@@ -433,7 +434,7 @@ class Gatekeeper:
         final = plan.model_dir(stage) if verdict.passed and leaves == "policy" else plan.final_model(before=stage)
         said = {"verdicts": [v.to_dict() for v in verdicts], "final": str(final) if final else None}
         write_json(plan.path / "gates.json", said)
-        (plan.path / "gates.html").write_text(verdict_page(verdicts, str(final or "")), encoding="utf-8")
+        write_whole(plan.path / "gates.html", verdict_page(verdicts, str(final or "")))
         return verdict
 
 # %% ../../nbs/pipeline/stages.ipynb #16305417

@@ -29,6 +29,7 @@ from rich.table import Table
 
 from ..config import PathText, StrictConfig, option
 from ..core import ConfigError, RlhfError, RunError, did_you_mean
+from ..files import open_regular
 from ..run.lock import RunLock
 from ..run.log import RunDir, config_changes, plain_json, read_metrics
 from rlhf_nb.pipeline.candidates import (
@@ -145,7 +146,7 @@ def _do_all(jobs: Sequence[_Job], processes: int, folder: Path, told: Callable[[
         number, answer = free.get(), ""
         env = os.environ | shared | device_for(number, os.environ.get("CUDA_VISIBLE_DEVICES"), gpus)
         log = folder / f"worker-{number}.log"
-        with open(log, "ab") as errors, suppress(BrokenPipeError), subprocess.Popen(
+        with open_regular(log, "ab") as errors, suppress(BrokenPipeError), subprocess.Popen(
             [sys.executable, "-c", "from rlhf_nb.pipeline.sweep import serve_job; serve_job()"], env=env, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, encoding="utf-8", start_new_session=True,
         ) as worker:  # fmt: skip

@@ -28,6 +28,7 @@ from ..core import ConfigError, ModelError, RewardError, check_choice, did_you_m
 from ..data.foreign import render_chats
 from ..models.load import load_tokenizer, other_token
 from ..scoring.trees import TOKEN_BUDGET
+from ..strict import table_of
 from ..rollout.sampler import eval_mode
 from ..rollout.tools import begin
 from .trl import as_answers, as_reward
@@ -275,15 +276,14 @@ def _why(e: BaseException) -> str:
     return str(e) if isinstance(e, _WrongForm | _NoAnswer) else f"raised {type(e).__name__}: {e}{_place(e)}"
 
 
+_SAID = table_of("rewards/texts.yaml")
+
+
 def _complaint(name: str, bad: dict[int, str], rollout: Rollout) -> RewardError:
     """The error for rows that a function failed on."""
     row = min(bad)
-    return RewardError(
-        f"reward function {name!r} {bad[row].rstrip('.')}, on row {row} of {len(rollout)}: prompt "
-        f"{_excerpt(rollout.prompts[row])}, completion {_excerpt(rollout.texts[row])}. Fix the function, return None "
-        "where it has no opinion, or let it be asked again (retries: 2 in its entry of rewards); in Python, "
-        "Rewards(..., on_error='skip') counts and goes on."
-    )
+    words = {"prompt": _excerpt(rollout.prompts[row]), "completion": _excerpt(rollout.texts[row]), "rows": len(rollout)}
+    return RewardError(_SAID["complaint"].format(name=name, bad=bad[row].rstrip("."), row=row, **words))
 
 
 def _units(fn: Any, rollout: Rollout) -> list[list[int]]:
@@ -360,12 +360,8 @@ def check_reader(model: Any, tokenizer: Any) -> None:
         said = [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Yes."}]
         end = render_chats(own, [said])[0].rpartition("Yes.")[2]
         if end != tokenizer.eos_token:
-            warnings.warn(
-                f"the reward model {model.home!r} wasn't made by this package. Here a score is read at the "
-                f"{tokenizer.eos_token!r} that ends an answer; its template ends an answer by {end!r}, and trainers "
-                f"that use its text (transformers, TRL) read it at the last of that: other numbers. {as_text}.",
-                stacklevel=3,
-            )
+            words = {"home": model.home, "eos": tokenizer.eos_token, "end": end, "as_text": as_text}
+            warnings.warn(_SAID["foreign"].format(**words), stacklevel=3)
 
 # %% ../../nbs/rewards/base.ipynb #95cf55a7
 class Rewards:

@@ -5,17 +5,19 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, Literal, NamedTuple
 
 from ..core import ConfigError, suggest
 from .answers import AnswerReward, after_thinking
 from ..sandbox.runner import Sandbox, SandboxResult, _holds
 from ..sandbox.verdict import translate_tests
+from ..strict import table_of
 from ..untrusted import Unreadable, json_value
 
 # %% auto #0
@@ -128,6 +130,9 @@ def _same_output(got: str, want: str) -> bool:
     return left == right
 
 
+_SAID = table_of("rewards/texts.yaml")
+
+
 class PythonTests(AnswerReward):
     """The share of a row's tests that the completion's Python passes, each program in a sandbox of its own.
 
@@ -176,25 +181,19 @@ class PythonTests(AnswerReward):
         """Shares in [0, 1]; several programs at a time; one that occurs twice with the same tests runs once."""
         jobs = [(extract_code(text), tests) for text, tests in zip(texts, answers, strict=True)]
         unique = list(dict.fromkeys(jobs))
-        with ThreadPoolExecutor(self.workers, thread_name_prefix="sandbox") as pool:
-            ended = dict(zip(unique, pool.map(lambda job: self._grade(*job), unique), strict=True))
+        over = threading.Event()  # an interrupt waits for no program
+        with ThreadPoolExecutor(self.workers, thread_name_prefix="sandbox") as pool, ExitStack() as stack:
+            stack.callback(over.set)
+            ended = dict(zip(unique, pool.map(lambda job: self._grade(job[0], job[1], over), unique), strict=True))
         self.results = [ended[job] for job in jobs]
         self.outcomes = dict(Counter(r.outcome for r in self.results))
         if not self._warned and any(r.fences and not _holds(r.fences) for r in self.results):
             self._warned = True
-            warnings.warn(
-                f"reward {self.name!r}: the kernel of this machine doesn't keep the policy's programs from your files, "
-                "and you said that programs may escape. Let nothing be in reach that you would miss.",
-                stacklevel=3,
-            )
+            warnings.warn(_SAID["fences"].format(name=self.name), stacklevel=3)
         if unclear := [r.unclear[0] for r in self.results if r.unclear]:
             if not self.unreadable:
-                warnings.warn(
-                    f"reward {self.name!r}: the tests of {len(unclear)} of {len(jobs)} programs can't be judged from "
-                    f"outside the program and give no reward (first: {unclear[0]}). Repair or drop these rows; "
-                    "`.unreadable` goes on counting.",
-                    stacklevel=3,
-                )
+                words = {"unclear": len(unclear), "jobs": len(jobs), "first": unclear[0]}
+                warnings.warn(_SAID["unclear"].format(name=self.name, **words), stacklevel=3)
             self.unreadable += len(unclear)
         return [None if r.unclear else self._share(r.passed) for r in self.results]
 
@@ -203,15 +202,17 @@ class PythonTests(AnswerReward):
         share = sum(passed) / len(passed)
         return float(share == 1) if self.all_or_nothing else share
 
-    def _grade(self, code: str, tests: CodeTests) -> SandboxResult:
+    def _grade(self, code: str, tests: CodeTests, over: threading.Event) -> SandboxResult:
         """Scripts in one process, then each pair in its own; after a timeout (or a failure, if all must pass) the rest
         fails."""
-        runs = [self.sandbox.run(code, tests.scripts, "", tests.setup, tests.entry_point)] if tests.scripts else []
+        runs = (
+            [self.sandbox.run(code, tests.scripts, "", tests.setup, tests.entry_point, over)] if tests.scripts else []
+        )
         passed = [*runs[0].passed] if runs else []
         for given, wanted in tests.pairs:
             if runs and (runs[-1].outcome == "timeout" or (self.all_or_nothing and not all(passed))):
                 break
-            runs.append(self.sandbox.run(code, (), given))
+            runs.append(self.sandbox.run(code, (), given, over=over))
             passed.append(runs[-1].outcome == "passed" and _same_output(runs[-1].stdout, wanted))
         passed += [False] * (len(tests.scripts) + len(tests.pairs) - len(passed))
         worst = next((r for r in runs if r.outcome != "passed"), runs[-1])

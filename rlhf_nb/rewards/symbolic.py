@@ -10,19 +10,13 @@ from typing import Any
 from ..core import ConfigError
 from ..data.foreign import same_mathematics
 from .answers import AnswerReward, Number, RightNumber, final_answer
+from ..strict import table_of
 
 # %% auto #0
 __all__ = ['in_latex', 'SameMathematics']
 
 # %% ../../nbs/rewards/symbolic.ipynb #5a1b0006
-_SIGNS = (
-    (r"√\s*\(([^()]*)\)", r"\\sqrt{\1}"), (r"√\s*(\w+)", r"\\sqrt{\1}"),
-    (r"(?<![A-Za-z\\])sqrt\(([^()]*)\)", r"\\sqrt{\1}"),
-    ("π", r"\\pi "), ("∞", r"\\infty "), ("≤", r"\\le "), ("≥", r"\\ge "), ("∪", r"\\cup "), ("∈", r"\\in "),
-    ("[−–]", "-"), ("[×·]", r"\\cdot "),
-    ("²", "^2"), ("³", "^3"), (r"\\(?:dfrac|tfrac)", r"\\frac"), (r"\\left|\\right|\\displaystyle", ""),
-    (r"^\{(.*)\}$", r"\\{\1\\}"),
-)  # fmt: skip
+_SIGNS: list[list[str]] = table_of("rewards/signs.yaml")["signs"]
 
 
 def in_latex(answer: str) -> str:

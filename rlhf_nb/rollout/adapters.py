@@ -14,10 +14,11 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from ..core import ConfigError
+from ..data.formats import Message
 from .episodes import Row, Step, Turn
 
 # %% auto #0
-__all__ = ['Gymnasium', 'ReasoningGym', 'TextArena']
+__all__ = ['Gymnasium', 'ReasoningGym', 'Verifiers', 'TextArena']
 
 # %% ../../nbs/rollout/adapters.ipynb #7e310006
 def _package(name: str) -> Any:
@@ -25,10 +26,9 @@ def _package(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as e:
-        pip = {"reasoning_gym": "reasoning-gym"}.get(name, name)
-        raise ConfigError(
-            f"it needs the package {pip}, which is not installed: pip install {pip} (the extra `games`)"
-        ) from e
+        pip = name.partition(".")[0].replace("_", "-")
+        extra = "" if pip == "verifiers" else " (the extra `games`)"
+        raise ConfigError(f"it needs the package {pip}, which is not installed: pip install {pip}{extra}") from e
 
 
 class Gymnasium:
@@ -116,6 +116,59 @@ class ReasoningGym:
             if not (program and _evaluates(self.puzzles)):
                 return Step(reward=float(self.puzzles.score_answer(answer, self.puzzles[0])), done=True)
         return Step(metrics={"refused": 1.0}, done=True)
+
+
+class Verifiers:
+    """A taskset of verifiers (0.4) whose tasks need neither tools nor a container: the seed draws a task, or the row's
+    column `task` names its place; the task's own rewards mark the one answer.
+
+    Args:
+        taskset: module or package that exports it.
+        most: tasks that are read.
+        options: of its config.
+    """
+
+    def __init__(self, taskset: str, most: int = 10_000, **options: Any) -> None:
+        self.vf, loaders = _package("verifiers.v1"), importlib.import_module("verifiers.v1.utils.loaders")
+        try:
+            config = loaders.taskset_config_type(taskset).model_validate({"id": taskset, **options})
+            found = loaders.load_taskset(config)
+            self.tasks = list(found.take(most))
+        except (ImportError, AttributeError, TypeError, ValueError) as e:
+            raise ConfigError(f"taskset is {taskset!r}, and verifiers can't load it: {str(e)[:300]}") from e
+        task = self.tasks[0] if self.tasks else None
+        needs = {
+            "has no task": task is None, "needs a container": task is not None and task.NEEDS_CONTAINER,
+            "has tools": bool(found.toolsets(config) or (task is not None and task.toolsets(config.task))),
+            "has rewards that look into a container": task is not None
+            and any("runtime" in inspect.signature(f).parameters for f in task.hooks("reward")),
+            "lets a user begin": any(t.data.prompt is None for t in self.tasks),
+        }  # fmt: skip
+        if why := next((k for k, on in needs.items() if on), None):
+            raise ConfigError(
+                f"taskset {taskset!r} {why}; answers of one turn to a text are what can be asked for here."
+            )
+
+    def reset(self, row: Row, seed: int) -> list[Message]:
+        """What the task asks."""
+        at = row.get("task")
+        self.task = self.tasks[random.Random(seed).randrange(len(self.tasks)) if at is None else int(at)]
+        data, vf = self.task.data, self.vf
+        text_of = importlib.import_module("verifiers.v1.types").content_text
+        said = [vf.SystemMessage(content=data.system_prompt)] if data.system_prompt else []
+        self.said = [*said, *([vf.UserMessage(content=data.prompt)] if isinstance(data.prompt, str) else data.prompt)]
+        return [{"role": m.role, "content": text_of(m.content)} for m in self.said]
+
+    async def step(self, turn: Turn) -> Step:
+        """What its rewards say; each is a metric, too."""
+        vf, said = self.vf, [*self.said, self.vf.AssistantMessage(content=turn.text)]
+        nodes = [vf.MessageNode(parent=i - 1 if i else None, message=m) for i, m in enumerate(said)]
+        nodes[-1].sampled = True
+        told = {"type": type(self.task).__name__, "data": self.task.data}
+        trace = vf.Trace(task=vf.TraceTask(**told), agent=vf.AgentInfo(config=vf.AgentConfig()), nodes=nodes)
+        await self.task.score(trace)
+        each = {k: r.score for k, r in trace.rewards.items() if r is not None} | trace.metrics
+        return Step(None, float(trace.reward), True, {k: float(v) for k, v in each.items() if v is not None})
 
 
 _turn = threading.Lock()  # TextArena's games draw from Python's own generator, which all of them share

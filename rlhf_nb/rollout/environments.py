@@ -16,7 +16,7 @@ from typing import Any
 from ..core import ConfigError
 from ..data import toy
 from ..files import read_regular
-from .adapters import Gymnasium, ReasoningGym, TextArena
+from .adapters import Gymnasium, ReasoningGym, TextArena, Verifiers
 from .episodes import Row, Step, Turn
 from ..sandbox.runner import Sandbox
 
@@ -200,4 +200,5 @@ def _words(prompt: str) -> str:
 ENVIRONMENTS: dict[str, Callable[..., Any]] = {
     "calculator": Calculator, "python": PythonShell, "search": Library, "twenty-questions": TwentyQuestions,
     "toy": ToyTalk, "gymnasium": Gymnasium, "reasoning-gym": ReasoningGym, "textarena": TextArena,
+    "verifiers": Verifiers,
 }  # fmt: skip

@@ -40,6 +40,7 @@ class RolloutsConfig(StrictConfig):
     vllm: PathText | None = option(
         None, "Python of an environment that has vLLM, which then draws, in a process of its own; null: we draw"
     )
+    ray: str | None = option(None, "workers are actors of Ray: local (the run's own), auto, or HOST:PORT; null: no Ray")
     vllm_options: dict[str, Any] = option({}, "of vLLM's LLM: gpu_memory_utilization, max_model_len, ...")
     at_once: int | None = option(None, "steps whose rewards are asked for at the same time; null: all", ge=1)
 

@@ -101,8 +101,16 @@ class Vllm(Sampler):
         """The sampler with this one in its place, or as the one that draws an environment's turns.
 
         Raises:
-            ConfigError: the Python isn't there or has no vLLM, or the policy has adapters.
+            ConfigError: the Python isn't there or has no vLLM, the policy has adapters, or it would have other tokens.
         """
+        vocabulary = (self.options.get("hf_overrides") or {}).get("vocab_size", size := model.config.vocab_size)
+        other = [k for k in ("model", "tokenizer", "tokenizer_mode") if k in self.options]
+        if other or vocabulary != size:
+            what = f"{other[0]}={self.options[other[0]]}" if other else f"a vocabulary of {vocabulary} tokens"
+            raise ConfigError(
+                f"rollouts.vllm_options asks for {what}, but vLLM gets the policy's own model, with {size} tokens, and "
+                "hands back ids, which would mean other words: leave it out."
+            )
         look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
         try:
             lacks = subprocess.run([self.python, "-c", look], capture_output=True, timeout=60).returncode != 0

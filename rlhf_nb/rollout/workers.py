@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +37,8 @@ from .tools import begin
 from ..types import Rollout
 
 # %% auto #0
-__all__ = ['CONTEXT', 'WeightSlots', 'packed', 'unpacked', 'Drawn', 'worker_process', 'Workers']
+__all__ = ['CONTEXT', 'WeightSlots', 'packed', 'unpacked', 'Drawn', 'Drawer', 'worker_process', 'OwnProcess', 'OnThisMachine',
+           'Workers']
 
 # %% ../../nbs/rollout/workers.ipynb #5e730005
 def _digest(raw: Tensor) -> Tensor:
@@ -173,96 +175,185 @@ def _fetch(slots: WeightSlots, version: int) -> tuple[dict[str, Tensor], tuple[i
     return found
 
 
-def worker_process(conn: Any, memory: _Memory) -> None:
-    """What a worker does: draw what is asked for, until the parent is gone.
+class Drawer:
+    """What a worker holds: a model with weights of its own, and who samples. It computes with one thread.
 
     Args:
-        conn: to the parent; first come model, sampler, tokenizer and the policy's adapter.
+        sent: by `Workers.pack`.
+        own: weights that train, by name; they are copied.
+        fixed: all else of the model; shared.
+    """
+
+    def __init__(self, sent: bytes, own: Mapping[str, Tensor], fixed: Mapping[str, Tensor]) -> None:
+        torch.set_num_threads(1)
+        self.own, self.has = {k: nn.Parameter(x.clone()) for k, x in own.items()}, ()
+        self.model, self.sampler, self.tokenizer, self.adapter = unpacked(sent, self.own | dict(fixed))
+
+    def answer(self, message: bytes, fetch: Callable[[], tuple[Mapping[str, Tensor], Any]]) -> bytes:
+        """Draw.
+
+        Args:
+            message: the pickled request, and the number format of autocast.
+            fetch: gives the weights, and what tells them from others.
+
+        Returns:
+            `Drawn` or an exception, pickled.
+        """
+        begun, cpu = time.monotonic(), time.process_time()
+        try:
+            request, half = pickle.loads(message)
+            weights, mark = fetch()
+            if mark != self.has:
+                with torch.no_grad():
+                    for name, w in weights.items():
+                        self.own[name].copy_(w)
+                self.has = mark
+            on = using_adapter(self.model, self.adapter) if self.adapter else nullcontext()
+            with torch.no_grad(), on, torch.autocast("cpu", dtype=half, enabled=half is not None):
+                r = self.sampler.answer(self.model, replace(request, tokenizer=self.tokenizer))
+            r.columns.pop("environments", None)  # they stay here
+            took = time.monotonic() - begun, time.process_time() - cpu
+            engine = getattr(self.sampler, "inner", self.sampler)
+            return pickle.dumps(Drawn(r, *took, self.sampler.slots_in_use, getattr(engine, "difference", None)))
+        except Exception as e:
+            at = traceback.extract_tb(e.__traceback__)[-1]
+            said = RewardError(f"{type(e).__name__}: {e} (in a worker, {at.filename}:{at.lineno})")
+            ours = isinstance(e, RlhfError) and type(e).__module__.startswith("rlhf_nb.")
+            return pickle.dumps(e if ours else said)
+
+
+def worker_process(conn: Any, memory: _Memory) -> None:
+    """What a process does that is a worker: draw what is asked for, until the parent is gone.
+
+    Args:
+        conn: to the parent; first comes what `Drawer` is made of.
         memory: where weights are.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _leave)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    torch.set_num_threads(1)
-    own = {k: nn.Parameter(x.clone()) for k, x in memory.moving.named(memory.moving.memory[0]).items()}
-    fixed, has = memory.fixed.named(memory.fixed.memory[0]), None
+    moving, fixed = memory
     with suppress(EOFError, OSError):
-        model, sampler, tokenizer, adapter = unpacked(conn.recv_bytes(), own | fixed)
+        drawer = Drawer(conn.recv_bytes(), moving.named(moving.memory[0]), fixed.named(fixed.memory[0]))
         while True:
-            request, version, half = conn.recv()
-            begun, cpu = time.monotonic(), time.process_time()
-            try:
-                weights, mark = _fetch(memory.moving, version)
-                if mark != has:
-                    with torch.no_grad():
-                        for name, w in weights.items():
-                            own[name].copy_(w)
-                    has = mark
-                on = using_adapter(model, adapter) if adapter else nullcontext()
-                with torch.no_grad(), on, torch.autocast("cpu", dtype=half, enabled=half is not None):
-                    r = sampler.answer(model, replace(request, tokenizer=tokenizer))
-                r.columns.pop("environments", None)  # they stay here
-                took = time.monotonic() - begun, time.process_time() - cpu
-                engine = getattr(sampler, "inner", sampler)
-                answer = pickle.dumps(Drawn(r, *took, sampler.slots_in_use, getattr(engine, "difference", None)))
-            except Exception as e:
-                at = traceback.extract_tb(e.__traceback__)[-1]
-                said = RewardError(f"{type(e).__name__}: {e} (in a worker, {at.filename}:{at.lineno})")
-                ours = isinstance(e, RlhfError) and type(e).__module__.startswith("rlhf_nb.")
-                answer = pickle.dumps(e if ours else said)
-            conn.send_bytes(answer)
+            message, version = conn.recv()
+            conn.send_bytes(drawer.answer(message, partial(_fetch, moving, version)))
 
 # %% ../../nbs/rollout/workers.ipynb #5e73000d
 CONTEXT: Any = multiprocessing.get_context("spawn")  # processes that begin anew, and inherit no threads or locks
-_TRIES = 3  # of a job that no worker survives
+_CRASHES, _ENDS = 3, 8  # of workers over one prompt: of those that ended themselves, and of all
+_PAUSE, _LONGEST = 0.1, 10.0  # seconds before the second start in a row, doubled for each further one
 
 
 @dataclass
 class _Job:
     """Some prompts of a ticket, for one worker."""
 
-    message: bytes
+    request: Request
+    half: torch.dtype | None  # of autocast
+    version: int
+    rows: Tensor  # the prompts' places in the ticket
+    parts: list[_Job]  # of the ticket; a job that is halved adds one
     answer: Future[Drawn] = field(default_factory=Future)
+    ends: int = 0  # of workers over these prompts
+    crashes: int = 0  # those that weren't ended from outside
+
+    def halve(self) -> _Job:
+        """Leave half of the prompts to another job, which is returned."""
+        each, middle = self.request.prompts, len(self.rows) // 2
+        first, second = (replace(self.request, prompts=each[i]) for i in (slice(middle), slice(middle, None)))
+        other = replace(self, request=second, rows=self.rows[middle:], answer=Future())
+        self.request, self.rows = first, self.rows[:middle]
+        for job in (self, other):
+            job.ends, job.crashes = (job.ends, job.crashes) if len(job.rows) > 1 else (0, 0)
+        self.parts.append(other)
+        return other
 
 
 @dataclass
 class _Crew:
     """The workers between a start and an end."""
 
-    memory: _Memory
+    memory: Any
     jobs: queue.SimpleQueue[_Job | None] = field(default_factory=queue.SimpleQueue)
-    processes: dict[int, Any] = field(default_factory=dict)
+    workers: dict[int, Any] = field(default_factory=dict)
     threads: list[threading.Thread] = field(default_factory=list)
     since: dict[int, float] = field(default_factory=dict)  # when those that draw began
     busy: float = 0.0  # seconds of drawing
-    closed: bool = False
+    closed: threading.Event = field(default_factory=threading.Event)
 
 
 _starting = threading.Lock()
 
 
-def _started(memory: _Memory) -> tuple[Any, Any]:
-    """A worker and the way to it. The script or notebook that is `__main__` here isn't run again there."""
-    here, there = CONTEXT.Pipe()
-    process = CONTEXT.Process(target=worker_process, args=(there, memory), daemon=True, name="worker")
-    with _starting:
-        main = sys.modules["__main__"]
-        sys.modules["__main__"] = types.ModuleType("__main__")
-        try:
-            process.start()
-        finally:
-            sys.modules["__main__"] = main
-    there.close()
-    return process, here
+class OwnProcess:
+    """A worker that is a process of this machine. The script or notebook that is `__main__` here isn't run again there.
+
+    Args:
+        memory: where weights are.
+        sent: what is sent to each worker.
+
+    Raises:
+        OSError: it can't be started.
+    """
+
+    def __init__(self, memory: _Memory, sent: bytes) -> None:
+        self.conn, there = CONTEXT.Pipe()
+        self.process = CONTEXT.Process(target=worker_process, args=(there, memory), daemon=True, name="worker")
+        with _starting:
+            main = sys.modules["__main__"]
+            sys.modules["__main__"] = types.ModuleType("__main__")
+            try:
+                self.process.start()
+            finally:
+                sys.modules["__main__"] = main
+        there.close()
+        self.sent: bytes | None = sent
+
+    @property
+    def pid(self) -> int:
+        """Its number."""
+        return int(self.process.pid)
+
+    def ask(self, message: bytes, version: int) -> Any:
+        """What it answers: `Drawn` or an exception.
+
+        Raises:
+            EOFError, OSError: it has ended.
+        """
+        if self.sent is not None:
+            self.conn.send_bytes(self.sent)
+            self.sent = None
+        self.conn.send((message, version))
+        return self.conn.recv()
+
+    def stop(self) -> None:
+        """Tell it to end; it may close its environments."""
+        self.process.terminate()
+
+    def end(self) -> tuple[str, bool]:
+        """How it ended, in words, and whether something outside ended it: who kills, or a system without memory."""
+        self.stop()
+        self.process.join(5)
+        self.process.kill()
+        self.process.join()
+        code = int(self.process.exitcode)
+        return f"with exit code {code}", -code in (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
-def _end(process: Any) -> int | None:
-    """End a process, which may close its environments; its exit code."""
-    process.terminate()
-    process.join(5)
-    process.kill()
-    process.join()
-    return int(process.exitcode)
+class OnThisMachine:
+    """Where workers are: processes beside this one, and weights in memory that they share with it."""
+
+    start = OwnProcess
+
+    def memory(self, moving: Mapping[str, Tensor], versions: int, fixed: Mapping[str, Tensor]) -> _Memory:
+        """Room for so many versions of what trains, and for all else."""
+        found = _Memory(WeightSlots(moving, versions), WeightSlots(fixed, 1))
+        found.fixed.put(fixed, 0)
+        return found
+
+    def close(self) -> None:
+        """Nothing to do."""
 
 
 class Workers:
@@ -273,12 +364,14 @@ class Workers:
         versions: of the weights that are kept.
         parts: gives the policy, on a CPU; who samples; the tokenizer; and the policy's own adapter, where one backbone
             has several. Asked when the workers start.
+        place: where they are.
     """
 
     def __init__(
-        self, count: int, versions: int, parts: Callable[[], tuple[nn.Module, Sampler, Any, str | None]]
+        self, count: int, versions: int, parts: Callable[[], tuple[nn.Module, Sampler, Any, str | None]],
+        place: Any = None,
     ) -> None:  # fmt: skip
-        self.count, self.versions, self.parts = count, versions, parts
+        self.count, self.versions, self.parts, self.place = count, versions, parts, place or OnThisMachine()
         self.crew: _Crew | None = None
         self.deaths, self._looked = 0, time.monotonic()
 
@@ -298,9 +391,7 @@ class Workers:
         """Take over the present weights as a version; the first time, start."""
         if self.crew is None:
             self.pack()
-            fixed = WeightSlots(self.fixed, 1)
-            fixed.put(self.fixed, 0)
-            self.crew = _Crew(_Memory(WeightSlots(self.moving, self.versions), fixed))
+            self.crew = _Crew(self.place.memory(self.moving, self.versions, self.fixed))
         self.crew.memory.moving.put(self.moving, version)
 
     def draw(self, request: Request, version: int) -> Future[Drawn]:
@@ -314,20 +405,20 @@ class Workers:
         prompts.before = earlier(prompts)  # counted before they are shared out
         rows = [torch.arange(k, len(prompts), n) for k in range(n)]
         half = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-        bare = [replace(request, prompts=prompts[i], tokenizer=None) for i in rows]
-        jobs = [_Job(pickle.dumps((each, version, half))) for each in bare]
+        bare, jobs = [replace(request, prompts=prompts[i], tokenizer=None) for i in rows], list[_Job]()
+        jobs += [_Job(each, half, version, i, jobs) for each, i in zip(bare, rows)]
         assert (crew := self.crew) is not None, "publish comes first"
         while len(crew.threads) < n:  # a step of few prompts needs no more
             crew.threads.append(threading.Thread(target=self._tend, args=(len(crew.threads), crew), daemon=True))
             crew.threads[-1].start()
-        for job in jobs:
+        for job in [*jobs]:
             crew.jobs.put(job)
 
         def joined() -> Drawn:
-            parts = [job.answer.result() for job in jobs]
+            parts = [job.answer.result() for job in jobs]  # with those that are added meanwhile
             r = Rollout.cat([p.rollout for p in parts], pad_id(request.tokenizer))
             each = torch.arange(request.num_samples)
-            places = torch.cat([(i[:, None] * request.num_samples + each).flatten() for i in rows])
+            places = torch.cat([(job.rows[:, None] * request.num_samples + each).flatten() for job in jobs])
             slots = [p.slots for p in parts if p.slots is not None]
             took = sum(p.seconds for p in parts), sum(p.cpu_seconds for p in parts)
             off = max([p.difference for p in parts if p.difference is not None], default=None)
@@ -337,35 +428,47 @@ class Workers:
 
     def _tend(self, k: int, crew: _Crew) -> None:
         """Give jobs to worker k, and start it again where it ends."""
-        conn: Any = None
+        worker, ends = None, 0
         while (job := crew.jobs.get()) is not None:
-            tries, crew.since[k] = 0, time.monotonic()
-            while not job.answer.done():
-                try:
-                    if conn is None and not crew.closed:
-                        crew.processes[k], conn = _started(crew.memory)
-                        conn.send_bytes(self.sent)
-                    if crew.closed:
-                        raise EOFError
-                    conn.send_bytes(job.message)
-                    told = conn.recv()
-                    (job.answer.set_exception if isinstance(told, Exception) else job.answer.set_result)(told)
-                except (EOFError, OSError) as e:
-                    conn, tries = None, tries + 1
-                    if crew.closed:
-                        job.answer.set_exception(RunError("the run ended while answers were being drawn."))
-                        break
-                    self.deaths, process = self.deaths + 1, crew.processes.pop(k, None)
-                    how = f"could not be started: {e}" if process is None else f"with exit code {_end(process)}"
-                    if tries == _TRIES:
-                        said = f"a worker ended {tries} times over the same prompts, the last time {how}"
-                        why = "too little memory, a limit of processes, or a tool that ends its own"
-                        job.answer.set_exception(RewardError(f"{said}: {why}."))
-                except Exception as e:  # it could not be started, or its answer can't be read
-                    job.answer.set_exception(e)
+            crew.since[k] = time.monotonic()
+            try:
+                if worker is None and not crew.closed.is_set():
+                    worker = crew.workers[k] = self.place.start(crew.memory, self.sent)
+                if worker is None or crew.closed.is_set():
+                    raise EOFError
+                told, ends = worker.ask(pickle.dumps((job.request, job.half)), job.version), 0
+                (job.answer.set_exception if isinstance(told, Exception) else job.answer.set_result)(told)
+            except (EOFError, OSError) as e:
+                worker, ends = None, ends + 1
+                self._ended(job, crew, crew.workers.pop(k, None), e)
+            except Exception as e:  # it could not be started, or its answer can't be read
+                job.answer.set_exception(e)
             crew.busy += time.monotonic() - crew.since.pop(k)
-        if k in crew.processes:
-            _end(crew.processes[k])
+            if ends > 1:
+                crew.closed.wait(min(_LONGEST, _PAUSE * 2 ** (ends - 2)))
+        if k in crew.workers:
+            crew.workers[k].end()
+
+    def _ended(self, job: _Job, crew: _Crew, worker: Any, e: Exception) -> None:
+        """Give a job over which a worker ended to the next one that is free, or give it up.
+
+        Args:
+            worker: that has ended; None: it could not be started.
+            e: what was noticed.
+        """
+        how, outside = (f"could not be started: {e}", True) if worker is None else worker.end()
+        if crew.closed.is_set():
+            return job.answer.set_exception(RunError("the run ended while answers were being drawn."))
+        self.deaths += 1
+        job.ends, job.crashes = job.ends + 1, job.crashes + (not outside)
+        if worker is not None and len(job.rows) > 1 and job.ends > 1:
+            crew.jobs.put(job.halve())  # which of them was it? And half of them need less memory
+        elif job.ends >= _ENDS or job.crashes >= _CRASHES:
+            said = f"a worker ended {job.ends} times over the same prompts, the last time {how}"
+            asked = f" The prompt is {job.request.prompts.prompts[0]!r:.200}." if worker else ""
+            why = "too little memory, a limit of processes, or a tool that ends its own"
+            return job.answer.set_exception(RewardError(f"{said}: {why}.{asked}"))
+        crew.jobs.put(job)
 
     def idle(self) -> float:
         """The share of the workers' time in which they had nothing to draw, since the last call."""
@@ -383,10 +486,14 @@ class Workers:
         crew, self.crew = self.crew, None
         if crew is None:
             return
-        crew.closed = True
+        crew.closed.set()
         for _ in crew.threads:
             crew.jobs.put(None)
-        for process in [*crew.processes.values()]:
-            process.terminate()
+        for worker in [*crew.workers.values()]:
+            worker.stop()
         for thread in crew.threads:
             thread.join()
+        while not crew.jobs.empty():  # put back at the last moment
+            if (job := crew.jobs.get()) is not None:
+                job.answer.set_exception(RunError("the run ended while answers were being drawn."))
+        self.place.close()

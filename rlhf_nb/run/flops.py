@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..strict import table_of
+
 # %% auto #0
 __all__ = ['Costs', 'costs_of', 'peak_flops']
 
@@ -48,12 +50,7 @@ def costs_of(module: nn.Module) -> Costs:
     return Costs(sum(p.numel() for p in params), sum(p.numel() for p in params if p.requires_grad), depth)
 
 # %% ../../nbs/run/flops.ipynb #c548f9ae
-_GPUS = {  # 10¹² operations a second: (16 bits, 32 bits), from the makers' data sheets
-    "B200": (2250, 75), "H200": (989, 67), "H100 PCIe": (756, 51), "H100 NVL": (835, 60), "H100": (989, 67),
-    "A100": (312, 19.5), "L40S": (362, 91.6), "L4": (121, 30.3), "A10G": (70, 35), "A10": (125, 31.2),
-    "A6000": (155, 38.7), "V100": (125, 15.7), "T4": (65, 8.1), "4090": (165, 82.6),
-    "3090": (71, 35.6),
-}  # fmt: skip
+_GPUS: dict[str, list[float]] = table_of("run/gpus.yaml")
 
 
 @lru_cache(maxsize=8)

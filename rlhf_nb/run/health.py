@@ -17,6 +17,7 @@ from ..core import printable
 from .callbacks import Callback, RunView
 from .overopt import _LEAST, Floats, GoldFit, fit_gold
 from ..sequential import ALPHA, LEAST, Fall, fall
+from ..strict import table_of
 
 Known = Mapping[str, tuple[Floats, Floats]]  # metric -> steps, values
 
@@ -359,35 +360,19 @@ def _stale(known: Known, config: Mapping[str, Any]) -> Concern:
         return None
     share, lag = recent(known["rollout/effective_share"][1]), recent(known.get("rollout/lag", ((), np.empty(0)))[1])
     text = f"{share:.0%} of the tokens' weights count, at a lag of {lag:.0f}"
-    return ("ok", text) if share > 0.5 else ("watch" if share > 0.2 else "bad", f"{text}: lower rollouts.lag or lr")
+    less = "rollouts.lag or lr" if lag else "lr"
+    return ("ok", text) if share > 0.5 else ("watch" if share > 0.2 else "bad", f"{text}: lower {less}")
 
 # %% ../../nbs/run/health.ipynb #07bfee79
+_TABLE = table_of("run/health.yaml")
 CHECKS: dict[str, _Look] = {
     "reward": _gold, "KL": _kl, "KL left": _left, "estimators": _estimators, "start": _start,
     "entropy": _entropy, "value": _value, "length": _length,
-    "groups": _above("frac_reward_zero_std", 0.5, 0.85, "of the groups are dead (all answers got the same reward)",
-        "prompts are too easy or too hard; choose others, or resample"),
-    "cut answers": _above("completions/clipped_ratio", 0.05, 0.3, "of the answers were cut at the length limit",
-        "raise max_new_tokens, or punish the missing end"),
-    "ends": _above("completions/ends_lost", 0.05, 0.5, "of the finished answers have no EOS that counts in the loss",
-        "an end that isn't learnt isn't spoken; look at masks and lengths"),
-    "noise": _above("groups/noise", 0.5, 0.7, "of the variance of a prompt's scores is between equal answers",
-        "the reward is noise, or scores belong to other answers; ask it twice, in another order"),
-    "clipping": _above("policy/clipfrac_avg", 0.25, 0.5, "of the tokens' ratios were clipped",
-        "steps are too large: lower lr, or fewer inner epochs"),
+    **{name: _above(*share) for name, share in _TABLE["shares"].items()},
     "learning": _learning, "held out": _held_out, "baselines": _baselines, "chosen": _chosen, "stale answers": _stale,
     "numbers": _skipped, "stalls": _stall,
 }  # fmt: skip
-_NEEDED = (
-    "objective/scores", "reward", "eval/reward", "eval/gold", "eval/gold_stderr", "rewards/gold", "gold",
-    "objective/kl", "objective/kl_k3", "objective/kl_stderr", "objective/kl_k3_stderr", "policy/entropy_avg",
-    "objective/entropy", "completions/mean_length", "val/explained_variance", "loss", "grad_norm", "skipped",
-    "perf/stall_s", "perf/step_s", "frac_reward_zero_std", "completions/clipped_ratio", "policy/clipfrac_avg",
-    "eval/accuracy", "eval/accuracy_stderr", "eval/words_accuracy", "eval/words_accuracy_stderr",
-    "eval/shorter_accuracy", "eval/shorter_accuracy_stderr",
-    "eval/loss", "rewards/chosen", "rewards/margins", "logps/chosen", "rollout/effective_share", "rollout/lag",
-    "objective/non_score_reward", "updates", "completions/ends_lost", "groups/noise",
-)  # fmt: skip
+_NEEDED = _TABLE["needed"].split()
 
 
 def health(known: Known, config: Mapping[str, Any] | None = None) -> list[Light]:

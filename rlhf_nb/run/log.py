@@ -518,7 +518,7 @@ class Meter:
         if "generate" in self.seconds:
             out |= self._shares(wall)
         waits = [self.seconds[k] for k in ("wait_answers", "wait_rewards") if k in self.seconds]
-        if waits:  # by a step whose answers were drawn ahead, or elsewhere
+        if waits:  # for rewards, or for answers that others draw
             out["perf/learner_idle"] = sum(waits) / wall
         out["perf/stall_s"] = sum(self.seconds.get(name, 0.0) for name in self.STALLS)
         if torch.cuda.is_available():

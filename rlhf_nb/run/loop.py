@@ -34,6 +34,7 @@ from .overopt import stop_by
 from .state import Saves, checkpoint_job, condition, open_run
 from ..fast.workers import alone_if_small
 from ..scoring.packing import work
+from ..strict import table_of
 from ..types import Batch, sent
 
 # %% auto #0
@@ -387,13 +388,9 @@ def too_many_bad(run: Trainer, report: StepReport) -> bool:
     n, loss, norm = run.bad_in_a_row, report.loss, report.grad_norm
     run.event("nonfinite", message=report.problem, loss=loss, grad_norm=norm, in_a_row=n)
     if n > run.config.max_nonfinite:
-        run.failure = RunError(
-            f"loss {loss:g} and gradient norm {norm:g} at step {run.step + 1}, and that was update {n} in a row that "
-            f"is not finite: {report.problem}. Such updates are skipped, and {condition(run)}; they go to "
-            f"checkpoints/failed-{run.step + 1:010d}, and resuming goes on from the last regular checkpoint. If the "
-            f"run had gone astray by then, put it further back (rlhf-nb runs rollback {run.run_dir.path}); look at the "
-            "batch, the loss and the learning rate"
-        )
+        words = {"loss": loss, "norm": norm, "step": run.step + 1, "n": n, "problem": report.problem}
+        said = table_of("run/texts.yaml")["nonfinite"].format(**words, condition=condition(run), path=run.run_dir.path)
+        run.failure = RunError(said)
     return run.failure is not None
 
 

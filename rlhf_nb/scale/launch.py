@@ -213,7 +213,7 @@ def worker_main(folder: str | Path) -> int:
     with suppress(ValueError):  # only the main thread may; the agent sends SIGTERM when another rank has died
         signal.signal(signal.SIGTERM, _ended)
     line.start()
-    with open(folder / f"stack-{rank}.txt", "w", encoding="utf-8") as stacks:
+    with open_regular(folder / f"stack-{rank}.txt", "w") as stacks:
         if hasattr(signal, "SIGUSR1"):
             faulthandler.register(signal.SIGUSR1, stacks)
         try:
@@ -301,7 +301,7 @@ class Attempt:
         for pattern in ("rank-*.json", "error-*.json", "done-*.json", "stack-*.txt"):
             for old in folder.glob(pattern):
                 old.unlink(missing_ok=True)
-        with open(folder / "out.txt", "ab") as out:
+        with open_regular(folder / "out.txt", "ab") as out:
             self.agent = subprocess.Popen(
                 command, env=env, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
             )
@@ -397,7 +397,7 @@ def watch_attempt(attempt: Attempt, run: Path, hang: float, on_move: Callable[[]
         if stuck := _stuck(attempt, run, begun, hang):
             attempt.signal(signal.SIGUSR1)
             time.sleep(0.5)
-            stacks = "\n".join(p.read_text(encoding="utf-8") for p in sorted(attempt.folder.glob("stack-*.txt")))
+            stacks = "\n".join(_tail(p, 2000) for p in sorted(attempt.folder.glob("stack-*.txt")))
             return Failure(None, stuck, stacks)
     seen |= set(attempt.ranks())
     errors, done = attempt.errors(), attempt.done()
@@ -660,13 +660,16 @@ def _write_call(folder: Path, call: dict[str, Any], how: dict[str, bool]) -> Non
 # %% ../../nbs/scale/launch.ipynb #76193409
 def _note(folder: Path, kind: str, **fields: Any) -> None:
     """A line of the launch's log."""
-    with open(folder / "log.jsonl", "a", encoding="utf-8") as f:
+    with open_regular(folder / "log.jsonl", "a") as f:
         f.write(json.dumps({"time": round(time.time(), 3), "type": kind, **fields}) + "\n")
 
 
 def _tail(path: Path, lines: int = 30) -> str:
     """The end of a text file."""
-    return "\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]) if path.exists() else ""
+    with suppress(OSError), open_regular(path) as file:
+        file.seek(max(0, path.stat().st_size - (1 << 20)))
+        return "\n".join(file.read().decode("utf-8", "replace").splitlines()[-lines:])
+    return ""
 
 
 @contextmanager

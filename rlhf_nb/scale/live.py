@@ -33,8 +33,11 @@ class Live:
 
     def __init__(self, run: Path, say: Callable[[str], None], bar: bool = False, every: float = 1.0) -> None:
         self.path, self.say, self.every = run / "metrics.jsonl", say, every
-        text = self.path.read_bytes() if self.path.exists() else b""
-        self.at, self.tail = len(text), text[-64:]  # how far it was read, and what stood before that place
+        self.at, self.tail = 0, b""  # how far it was read, and what stood before that place
+        with suppress(FileNotFoundError), open_regular(self.path) as f:
+            f.seek(max(0, self.path.stat().st_size - 64))
+            self.tail = f.read(64)
+            self.at = f.tell()
         self.last = 0.0  # time of the newest event that was seen
         self.begun = self.told = time.time()
         self.total: int | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,13 +20,14 @@ class StepTimes(NamedTuple):
     """Seconds of one step."""
 
     draw: float  # on a core, of one process that draws all answers
-    draw_waits: float  # in which drawing uses no core: tools, environments
+    draw_waits: float  # in which drawing uses no core: tools and environments of the episode that waits longest
+    others_wait: float  # the same of an episode on average
     rewards: float  # elsewhere
     learn: float  # of the learner, on a core: scoring, updates, all else
 
 
-def step_times(folder: str | Path, skip: int = 2) -> StepTimes:
-    """What the steps of a run took, on average.
+def step_times(folder: str | Path, skip: int = 2) -> list[StepTimes]:
+    """What each step of a run took.
 
     Args:
         folder: of the run.
@@ -36,31 +37,41 @@ def step_times(folder: str | Path, skip: int = 2) -> StepTimes:
         DataError: it has no such steps, draws no answers, or states times that are none.
     """
     events = [e for e in read_metrics(folder) if e.get("type") == "step"][skip:]
-    if not any("perf/generate_s" in e or "perf/workers_s" in e for e in events):
+    # with a lag the last steps draw nothing
+    drew = [e for e in events if e.get("perf/generate_s") or e.get("perf/workers_s")]
+    if not drew:
         raise DataError(
             f"{folder} has no step after the first {skip} in which answers were drawn, so nothing is known of them: "
             "give the folder of a run of ppo, grpo, rloo, raft or online-dpo with a few steps."
         )
+    return [_times_of(e, folder) for e in drew]
 
-    def mean(key: str) -> float:
+
+def _times_of(event: dict[str, Any], folder: str | Path) -> StepTimes:
+    """What a step took, by its event."""
+
+    def seconds(key: str) -> float:
         try:
-            return sum(float(e.get(f"perf/{key}", 0.0)) for e in events) / len(events)
+            return float(event.get(f"perf/{key}", 0.0))
         except (TypeError, ValueError, OverflowError):
             return math.nan
 
-    here, tools = mean("generate_s"), mean("wait_tools_s")
-    waits = min(tools, here + mean("workers_s"))
-    waited = mean("wait_answers_s") + mean("wait_rewards_s")
-    rewards = mean("rewards_s") if any("perf/rewards_s" in e for e in events) else mean("collect_s") - here
-    learn = mean("step_s") - here - (waited if waited else rewards)
-    draw = mean("workers_cpu_s") or here - waits
-    sound = 0 <= min(draw, waits) and max(draw, waits, abs(rewards), abs(learn)) < 1e9 and here + learn > 1e-6
-    if not sound or any(map(math.isnan, (draw, waits, rewards, learn))):
+    here, tools = seconds("generate_s"), seconds("wait_tools_s")
+    longest = min(seconds("wait_tools_max_s") or tools, here + seconds("workers_s"))
+    waited, rewards = seconds("wait_answers_s") + seconds("wait_rewards_s"), 0.0  # a model's are computed here
+    if "perf/wait_rewards_s" in event:
+        rewards = seconds("rewards_s") or seconds("wait_rewards_s")
+    elif "perf/rewards_s" not in event:  # of an older run
+        rewards = seconds("collect_s") - here
+    learn = seconds("step_s") - here - (waited or rewards)
+    draw = seconds("workers_cpu_s") or max(0.0, here - longest)
+    sound = 0 <= min(draw, here, longest) and max(draw, longest, abs(rewards), abs(learn)) < 1e9
+    if not sound or not here + learn > 1e-6 or any(map(math.isnan, (draw, longest, rewards, learn))):
         raise DataError(
-            f"the steps of {folder} took {here:g} s for drawing, {rewards:g} for rewards and {learn:g} for the rest, "
-            "on average, which can't be: its metrics.jsonl is damaged, or no run wrote it."
+            f"step {event.get('step')} of {folder} took {here:g} s for drawing, {rewards:g} for rewards and {learn:g} "
+            "for the rest, which can't be: its metrics.jsonl is damaged, or no run wrote it."
         )
-    return StepTimes(draw, waits, max(0.0, rewards), max(0.0, learn))
+    return StepTimes(draw, longest, min(tools, longest), max(0.0, rewards), max(0.0, learn))
 
 # %% ../../nbs/scale/overlap.ipynb #5e740007
 class Overlap(NamedTuple):
@@ -76,16 +87,16 @@ class Overlap(NamedTuple):
 _Needs = tuple[str, float] | Callable[[], bool]  # ("core" or "wait", seconds), or what must be true
 
 
-def overlap(times: StepTimes, lag: int, workers: int, cores: int | None = None, steps: int = 60) -> Overlap:
+def overlap(times: Sequence[StepTimes], lag: int, workers: int, cores: int | None = None, steps: int = 60) -> Overlap:
     """Simulate a run.
 
     Args:
-        times: of a step.
+        times: of steps, which come again and again.
         lag, workers: as in `rollouts`.
         cores: that learner and workers share; None: this machine's.
         steps: that are simulated.
     """
-    queue, parts, said = list[int](), dict[int, int](), set[int]()
+    queue, parts, said, n = list[tuple[int, int]](), dict[int, int](), set[int](), len(times)
     done = list[bool]()
 
     def learner() -> Iterator[_Needs]:
@@ -93,28 +104,29 @@ def overlap(times: StepTimes, lag: int, workers: int, cores: int | None = None, 
         for step in range(steps):
             while begun < min(step + lag + 1, steps):
                 if workers:
-                    queue.extend([begun] * workers)
+                    queue.extend((begun, part) for part in range(workers))
                 else:
-                    yield "core", times.draw
-                    yield "wait", times.draw_waits
+                    yield "core", times[begun % n].draw
+                    yield "wait", times[begun % n].draw_waits
                     parts[begun] = 1
                 begun += 1
             yield lambda: step in said  # noqa: B023
-            yield "core", times.learn
+            yield "core", times[step % n].learn
         done.append(True)
 
     def worker() -> Iterator[_Needs]:
         while not done:
             yield lambda: bool(queue or done)
             if queue:
-                ticket = queue.pop(0)
-                yield "core", times.draw / workers
-                yield "wait", times.draw_waits
+                ticket, part = queue.pop(0)
+                took = times[ticket % n]
+                yield "core", took.draw / workers
+                yield "wait", took.draw_waits if part == ticket % workers else took.others_wait
                 parts[ticket] = parts.get(ticket, 0) + 1
 
     def reward(ticket: int) -> Iterator[_Needs]:
         yield lambda: parts.get(ticket, 0) == max(1, workers)
-        yield "wait", times.rewards
+        yield "wait", times[ticket % n].rewards
         said.add(ticket)
 
     going = [learner(), *(worker() for _ in range(workers)), *(reward(t) for t in range(steps))]
@@ -143,8 +155,9 @@ def overlap_table(folder: str | Path, cores: int | None = None) -> str:
         folder: of the run.
         cores: as in `overlap`.
     """
-    t, most = step_times(folder), cores or os.cpu_count() or 1
-    tried = [overlap(t, lag, n, most) for lag in range(5) for n in range(most + 1)]
+    each, most = step_times(folder), cores or os.cpu_count() or 1
+    t = StepTimes(*(sum(x) / len(x) for x in zip(*each)))
+    tried = [overlap(each, lag, n, most) for lag in range(5) for n in range(most + 1)]
     fastest = min(x.step_s for x in tried)
     best = next(x for x in tried if x.step_s <= 1.03 * fastest)
     lines = [

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 from ..core import ConfigError
+from ..strict import table_of
 from rlhf_nb.scale.topology import (
     Budget, Job, DecoderShape, Split, forward_rows, predict_memory, roles_of, row_tokens, decoder_shape,
 )  # fmt: skip
@@ -19,17 +20,8 @@ __all__ = ['USABLE', 'MACHINE', 'ASSUMPTIONS', 'Plan', 'plan', 'smallest_group',
 # %% ../../nbs/scale/plan.ipynb #a587bfae
 USABLE = 0.9
 MACHINE = 8  # GPUs, from which a plan is written for several machines
-ASSUMPTIONS = (
-    "1 GiB for context and libraries on each GPU, 0.5 GiB more for communication",
-    "a tenth of the memory is lost to fragmentation",
-    "every forward is as full as token_budget allows, every row as long as prompt + completion",
-    "batches are global and at least one row a GPU; ranks hold equally many rows",
-    "stage 3 keeps two layers (or the embedding, or a billion numbers) whole at a time, and the whole policy while it "
-    "samples; where that doesn't fit ('layer by layer') it waits in host memory and visits the GPU for every token",
-    "attention keeps no row × row matrix (SDPA's fused kernels)",
-    "checked against measured peaks on CPU only, stages 1 to 3 on two processes (benchmarks/check_topology.py): GPUs "
-    "and several machines are arithmetic",
-)
+_SAID = table_of("scale/plan.yaml")
+ASSUMPTIONS: list[str] = _SAID["assumed"]
 
 
 class Plan(NamedTuple):
@@ -164,11 +156,8 @@ def _too_large(shape: DecoderShape, job: Job, gpus: int, memory: float, host: fl
             remedies.append(f"{more} GPUs")
             break
     would = "; ".join(remedies) if remedies else "a smaller model, or GPUs with more memory"
-    return (
-        f"{shape.total / 1e9:.1f} billion parameters with {job.method} don't fit on {gpus} × {memory:g} GiB, even "
-        f"split, recomputed and offloaded: {smallest.peak / 2**30:.0f} GiB would be needed on each GPU without "
-        f"offloading, most of it for {role}. What would fit: {would}."
-    )
+    words = {"billions": shape.total / 1e9, "method": job.method, "gpus": gpus, "memory": memory, "role": role}
+    return str(_SAID["unfit"].format(**words, needed=smallest.peak / 2**30, would=would))
 
 # %% ../../nbs/scale/plan.ipynb #53155e53
 def smallest_group(model: Any, found: Plan) -> int:
@@ -251,13 +240,8 @@ def plan_table(
     """
     shape = decoder_shape(model)
     commands = []
-    lines = [
-        f"{shape.total / 1e9:.2f} billion parameters, {job.method}{'' if job.lora is None else f', LoRA {job.lora}'}, "
-        f"{memory:g} GiB a GPU", "",
-        "| GPUs | stage | on the host | recompute | tokens a forward | rows a step | peak GiB (most of it) | sent a "
-        "step, GiB | one copy on |",
-        "|---:|---|---|---|---:|---:|---|---:|---:|",
-    ]  # fmt: skip
+    words = {"billions": shape.total / 1e9, "method": job.method, "memory": memory}
+    lines = _SAID["head"].format(**words, lora="" if job.lora is None else f", LoRA {job.lora}").splitlines()
     for n, found in plans(shape, job, gpus, memory, host).items():
         if found is None:
             lines.append(f"| {n:,} | doesn't fit | | | | | | | |")

@@ -196,9 +196,5 @@ def plan_report(
         parts = " | ".join(f"{x:.3g}" for x in (took.seconds, *took))
         cost = "" if price is None else f" {_price(price * n * took.seconds / 3.6)} |"
         lines.append(f"| {n:,} | {parts} | {mfu:.0%} |{cost}")
-    note = (
-        f"Predicted for {gpu.name}: rates are stated, not measured here; updates are within 25 % of 18 of 20 published "
-        "runs (nbs/scale/predict.ipynb), drawing answers is a lower bound; "
-        "every answer is as long as it may be; launching kernels isn't counted, which small models feel."
-    )
+    note = table_of("scale/plan.yaml")["predicted"].format(gpu=gpu.name)
     return "\n".join([table, "", *lines, "", note])

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,12 +112,21 @@ def _bound(c: Completions, model: nn.Module) -> float:
     return BOUNDS.get(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype, 0.4)
 
 
-def _distrust_all(model: Any, decoder: nn.Module, others: Iterable[nn.Module], reason: str) -> None:
-    """Fast paths are off for a decoder and for those of its class in other models; one warning."""
+_LOOK = "depends on more than the tokens of a row. Don't train with them; look at what was changed in the model."
+
+
+def _distrust_all(
+    model: Any, decoder: nn.Module, others: Iterable[nn.Module], reason: str, plainly: Callable[[], float]
+) -> float:
+    """Fast paths are off for a decoder and for those of its class in other models; one warning.
+    Returns how far the plain path is off.
+    """
     for m in (decoder, *(m for other in others for m in other.modules())):
         if type(m) is type(decoder):
             distrust(m, reason)
     log.warning("%s: %s. Fast paths and shared prompts are off for this model.", type(model).__name__, reason)
+    with use_fast(False):
+        return plainly()
 
 
 def self_check(
@@ -179,15 +188,11 @@ def self_check(
                 f"log-probs were found to differ from model(...) ({what} nats, bound "
                 f"{bound:g}){'' if where is None else f', from {where} on'}"
             )
-            _distrust_all(model, decoder_of(model), others, reason)
-            with use_fast(False):
-                plain = scored()
+            plain = _distrust_all(model, decoder_of(model), others, reason, scored)
             if plain > bound:
                 raise ModelError(
                     f"log-probs of {type(model).__name__} differ from model(...) by {plain:.2g} nats even on the plain "
-                    f"path (bound {bound:g}): "
-                    "its forward pass depends on more than the tokens of a row. Don't train with them; look at what "
-                    "was changed in the model."
+                    f"path (bound {bound:g}): its forward pass {_LOOK}"
                 )
     return Checked(len(c), int(c.completion_mask.sum()), bound, scorer, sampler, can_run(model))
 
@@ -226,14 +231,10 @@ def check_scores(
             reason = (
                 f"scores were found to differ from the decoder's own ({scorer:.2g} of the largest, bound {bound:g})"
             )
-            _distrust_all(model, decoder_of(decoder), others, reason)
-            with use_fast(False):
-                plain = off_by()
+            plain = _distrust_all(model, decoder_of(decoder), others, reason, off_by)
             if plain > bound:
                 raise ModelError(
                     f"scores of {type(model).__name__} differ from those of its decoder's forward pass by {plain:.2g} "
-                    "of the largest even on the "
-                    f"plain path (bound {bound:g}): it depends on more than the tokens of a row. Don't train with "
-                    "them; look at what was changed in the model."
+                    f"of the largest even on the plain path (bound {bound:g}): it {_LOOK}"
                 )
     return Checked(len(c), int(c.completion_lens.sum()), bound, scorer, None, can_run(decoder))

@@ -3,9 +3,7 @@
 # %% ../../nbs/scoring/head.ipynb #f5868b4e
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from threading import Lock
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from ..core import ConfigError, ModelError
 from ..fast import kernels
 from ..fast.linear import add_product, half_of, may_add_in_place
-from ..fast.support import enabled
+
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from ..core import ConfigError, did_you_mean
+from ..judges.chat import SimulatedUser
 from ..rollout.backends import Sampler
 from ..rollout.environments import ENVIRONMENTS
 from ..rollout.episodes import EpisodeConfig, Episodes, Kind, environment_kinds
@@ -36,10 +37,11 @@ def named_object(name: str, where: str) -> Any:
 
 def _named(name: str, options: Mapping[str, Any]) -> Callable[[], Any]:
     """An environment by its name: one that is shipped, or package.module:CLASS."""
-    if ":" not in name and name not in ENVIRONMENTS:
-        known = did_you_mean(name, ENVIRONMENTS, f"There are: {', '.join(ENVIRONMENTS)}; or package.module:CLASS.")
+    shipped = ENVIRONMENTS | {"user": SimulatedUser}
+    if ":" not in name and name not in shipped:
+        known = did_you_mean(name, shipped, f"There are: {', '.join(shipped)}; or package.module:CLASS.")
         raise ConfigError(f"episodes.environment is {name!r}, which is no environment. {known}")
-    made: Callable[..., Any] = ENVIRONMENTS.get(name) or named_object(name, "episodes.environment")
+    made: Callable[..., Any] = shipped.get(name) or named_object(name, "episodes.environment")
     return partial(made, **options) if options else made
 
 

@@ -253,7 +253,8 @@ class OnlineMethod(TextMethod):
 
             self.besides = Vllm(vllm, config.rollouts.vllm_options).instead_of(self.sampler, model)
             self.draws = Vllm.name
-        self.ahead = self.rollouts if config.rollouts.lag or config.rollouts.workers or vllm else None
+        ray = config.rollouts.ray
+        self.ahead = self.rollouts if config.rollouts.lag or config.rollouts.workers or vllm or ray else None
         self.temperature, self._taken, self._older = config.sampling.temperature, math.nan, 0.0
 
     @abstractmethod
@@ -344,8 +345,12 @@ class OnlineMethod(TextMethod):
         now = any(holds_model(fn) for fn in self.rewards.fns)  # it computes with what the updates compute with
         how = self.config.rollouts
         parts = lambda: (self.model, self.besides or self.sampler, self.tokenizer, self.adapter)
-        count = how.workers or int(how.vllm is not None)
-        workers = Workers(count, how.lag + 2, parts) if count else None
+        count, place = how.workers or int(bool(how.vllm or how.ray)), None
+        if how.ray is not None:
+            from rlhf_nb.rollout.ray import OnRay
+
+            place = OnRay(how.ray, count)
+        workers = Workers(count, how.lag + 2, parts, place) if count else None
         return Rollouts(self.ask, 0 if now else how.at_once or how.lag + 1, workers)
 
     def load_ahead(self, told: list[dict[str, Any]]) -> None:
@@ -447,9 +452,10 @@ class OnlineMethod(TextMethod):
 
     def rewarded(self, r: Rollout) -> tuple[Tensor, dict[str, Tensor]]:
         """Scores and parts of a rollout: asked for now, or before, where it was drawn ahead."""
-        if self.ticket is None or r.completion_ids is not self.ticket.drawn.completion_ids:
-            return self.rewards(r)
-        with self.meter.time("wait_rewards"):
+        computes = any(map(holds_model, self.rewards.fns))  # that is no waiting
+        with self.meter.time("rewards" if computes else "wait_rewards"):
+            if self.ticket is None or r.completion_ids is not self.ticket.drawn.completion_ids:
+                return self.rewards(r)
             said = self.rollouts.said(self.ticket)
         self.rewards.stats, self.rewards.steps = said.stats, said.steps
         now, lag = time.monotonic(), self.config.rollouts.lag
@@ -534,14 +540,14 @@ class OnlineMethod(TextMethod):
 
     @torch.no_grad()
     def lag_metrics(self, r: Rollout) -> dict[str, float]:
-        """How old a rollout is that was drawn ahead, how long its rewards took, and, where π_old was scored, how far
-        the policy has moved since.
+        """How old a rollout is, how long its rewards took where they were asked for ahead, and, where π_old was scored,
+        how far the policy is from who drew.
         """
-        if self.ticket is None:
-            return {}
-        lag, said = self.ticket.number - self.ticket.version, self.rollouts.said(self.ticket)
-        found = {"rollout/lag": float(lag), "perf/rewards_s": said.seconds}
-        if (workers := self.rollouts.workers) is not None:
+        found = {"rollout/lag": 0.0}
+        if self.ticket is not None:
+            lag = float(self.ticket.number - self.ticket.version)
+            found = {"rollout/lag": lag, "perf/rewards_s": self.rollouts.said(self.ticket).seconds}
+        if self.ticket is not None and (workers := self.rollouts.workers) is not None:
             drawn = self.ticket.drawing.result()
             found |= {"perf/workers_s": drawn.seconds, "perf/workers_cpu_s": drawn.cpu_seconds}
             found |= {"perf/generator_idle": workers.idle(), "perf/worker_deaths": float(workers.deaths)}
@@ -621,7 +627,7 @@ def check_lag(method: OnlineMethod) -> None:
 
 
 def check_workers(method: OnlineMethod) -> None:
-    """See whether `rollouts.workers` or `rollouts.vllm` can draw for a method.
+    """See whether what `rollouts` names can draw for a method.
 
     Args:
         method: attached to its engine.
@@ -629,19 +635,23 @@ def check_workers(method: OnlineMethod) -> None:
     Raises:
         ConfigError: answers that they don't draw, or something that can't be sent.
     """
-    cfg, engine, vllm = method.config, method.engine, method.config.rollouts.vllm
+    cfg, engine, how = method.config, method.engine, method.config.rollouts
+    key = next((k for k in ("vllm", "ray", "workers") if getattr(how, k)), None)
+    if key is None:
+        return
     wrong = {
-        f"the policy is on {engine.device}, and they compute on CPUs": engine.device.type != "cpu" and not vllm,
+        f"the policy is on {engine.device}, and they compute on CPUs": engine.device.type != "cpu" and key != "vllm",
+        "actors of Ray have no GPU for it: vLLM draws in a process of this machine": bool(key == "vllm" and how.ray),
         "each process that learns holds only a part of the weights": getattr(engine.strategy, "cuts_weights", False),
         "sampling.sampler=continuous has threads of its own": cfg.sampling.sampler == "continuous",
         "decoder draws in more ways than one": cfg.decoder != PLAIN_DECODER,
         method.draws_besides: bool(method.draws_besides),
     }  # fmt: skip
     why = next((k for k, on in wrong.items() if on), None)
-    if why and (vllm or cfg.rollouts.workers):
-        key, off = ("vllm", "null") if vllm else ("workers", "0")
-        raise ConfigError(f"rollouts.{key} is {vllm or cfg.rollouts.workers}, but {why}: set rollouts.{key}={off}.")
-    if (vllm or cfg.rollouts.workers) and method.rollouts.workers is not None:
+    if why:
+        off = "0" if key == "workers" else "null"
+        raise ConfigError(f"rollouts.{key} is {getattr(how, key)}, but {why}: set rollouts.{key}={off}.")
+    if method.rollouts.workers is not None:
         method.rollouts.workers.pack()
 
 

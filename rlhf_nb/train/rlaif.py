@@ -444,7 +444,7 @@ class Labelling:
             log.truncate_after(done)  # a torn line, too
         for name in ("preferences.jsonl", "revisions.jsonl"):
             keep_rows(folder.path / name, done)
-        self.path.touch()
+        append_rows(self.path, [])
         log.append("resume" if done else "start", done, prompts=len(self.rows), judge=self.judge.name)
         return log, done
 

@@ -20,6 +20,7 @@ from .online_config import OnlineConfig
 from .registry import get, of
 from .rlaif import RLAIFConfig
 from ..files import read_regular, write_whole
+from ..strict import table_of
 from ..untrusted import MAX_LINE, json_value
 
 # %% auto #0
@@ -173,9 +174,5 @@ def with_proxy(kind: str, config: Any, toy: bool = True) -> Any:
     """
     if not toy or not unrewarded(kind, config):
         return config
-    tell(
-        "Note: no reward was named, so the world's proxy is maximised (reward=proxy: what its labellers believe an "
-        "answer is worth, or, where it has none, 1 for a right answer), and gold only watched. reward=FOLDER takes "
-        f"the model that `{me()} reward --toy` leaves."
-    )
+    tell(table_of("run/texts.yaml")["proxy"].format(me=me()))
     return config.replace(reward="proxy")

@@ -36,13 +36,7 @@ def _page(title: str, what: str, kind: str) -> str:
         what: which style and script.
         kind: the class of what they fill.
     """
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<title>{title}</title><link rel="stylesheet" href="{what}.css"></head>'
-        f'<body><main class="rb-page"><h1>{title}</h1>'
-        f'<div class="{kind}"></div></main><script type="module" src="{what}.js"></script></body></html>'
-    )
+    return page_file("page.html").rstrip().format(title=title, what=what, kind=kind)
 
 
 def _told(runs: Runs, path: str, desk: LabelDesk | None = None) -> tuple[str, str] | None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from ..core import RunError, printable
 from ..errors import RlhfError
+from ..files import write_whole
 from ..run.callbacks import Callback, RunView
 from ..run.control import start_fork
 from ..strict import dotted, parse_overrides, table_of
@@ -330,8 +331,7 @@ class Dashboard:
 
         png, table = still(self.readers, self.group, self.smoothing)
         with suppress(OSError):  # a run that is only looked at may lie where one can't write
-            self.target.run_dir.figures.mkdir(exist_ok=True)
-            (self.target.run_dir.figures / "dashboard.png").write_bytes(png)
+            write_whole(self.target.run_dir.figures / "dashboard.png", png, durable=False)
         text = printable("; ".join(f"{r.label}: {r.status}" for r in self.readers))
         picture = {"image/png": base64.b64encode(png).decode(), "text/plain": text}
         if self._with_widgets():

@@ -23,7 +23,7 @@ from ..core import ConfigError, DataError, RunError, check_choice, derive_seed
 from ..data.formats import prompt_text
 from ..data.sources import prompt_batch
 from ..evaluate.policy import win_rate
-from ..files import write_whole
+from ..files import open_regular, write_whole
 from ..rollout.sampler import sample
 from ..run.log import append_line
 from ..untrusted import Unreadable, json_lines, mend
@@ -181,7 +181,7 @@ class LabelStore:
         """Read what was appended since the last time, by anybody; returns the number of new lines."""
         if not self.path.exists():
             return 0
-        with open(self.path, "rb") as f:
+        with open_regular(self.path, root=self.path) as f:
             size = os.fstat(f.fileno()).st_size
             if size < self._offset:
                 raise RunError(f"{self.path} became shorter: it was cut or replaced. Open it anew.")

@@ -80,9 +80,8 @@ class Series:
         keys, new = starts.astype(np.int64) // self.width, s.astype(np.int64)  # whole numbers divide faster
         while _distinct(keys) > self.limit // 2:
             self.width, keys = 2 * self.width, keys >> 1
-        rows = np.concatenate(
-            [self._rows, _join(np.stack([s, v, s, v, v, np.ones_like(v)]), new // self.width)], axis=1
-        )
+        now = _join(np.stack([s, v, s, v, v, np.ones_like(v)]), new // self.width)
+        rows = np.concatenate([self._rows, now], axis=1)
         rows = rows[:, np.argsort(rows[0], kind="stable")]
         self._rows = _join(rows, rows[0].astype(np.int64) // self.width)
 
@@ -348,11 +347,10 @@ class SampleIndex:
 
     def poll(self) -> bool:
         """Take in new lines; True when there were any, or when the file was cut."""
-        cut = self._tail.replaced()
-        if cut:
+        grew = self._tail.replaced()
+        if grew:
             self._tail.rewind()
             self._starts, self._steps = array("q"), array("q")
-        grew = cut
         for block in self._tail.blocks():
             begin, at, grew = self._tail.offset - len(block), 0, True
             while at < len(block):

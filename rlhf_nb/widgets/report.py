@@ -23,6 +23,7 @@ from rich.text import Text
 
 from ..run.callbacks import short_number
 from ..core import RlhfError, RunError, printable
+from ..files import write_whole
 from .charts import line_chart
 from ..run.health import health_of
 from .html import escape
@@ -61,8 +62,7 @@ def report(run: Any, out: str | Path | None = None, samples: int = 20) -> Path:
     names = ", ".join(r.label for r in readers)
     page = html_page(names, f"<h1>{escape(names)}</h1>{shown}", "board.js")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(page, encoding="utf-8")
+        write_whole(path, page)
     except OSError as error:
         raise RunError(f"the report {path} cannot be written: {error}; choose another place with out=") from error
     return path
@@ -80,13 +80,8 @@ def html_page(title: str, body: str, script: str = "") -> str:
     digest = base64.b64encode(hashlib.sha256(module_text(script).encode()).digest()).decode() if script else ""
     allowed = f"script-src 'sha256-{digest}'; " if script else ""
     rule = f"default-src 'none'; {allowed}style-src 'unsafe-inline'; img-src data:; base-uri 'none'"
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{rule}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{page_file('report.css')}</style></head><body><main>{body}</main>"
-        f"{code_html(script) if script else ''}</body></html>"
-    )
+    parts = {"rule": rule, "title": escape(title), "style": page_file("report.css"), "body": body}
+    return page_file("report.html").rstrip().format(**parts, script=code_html(script) if script else "")
 
 # %% ../../nbs/widgets/report.ipynb #6033a054
 def sparkline(values: Sequence[float], width: int = 40) -> str:

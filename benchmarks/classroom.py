@@ -1,6 +1,6 @@
 """What a class of Jupyter kernels needs on one machine, all alive at once: memory, and CPU seconds a student.
 
-    python benchmarks/kernels.py [STUDENTS] [--seconds S]   # Linux; 20 students, each trains S = 2 CPU seconds
+    python benchmarks/classroom.py [STUDENTS] [--seconds S]   # Linux; 20 students, each trains S = 2 CPU seconds
 
 Each kernel runs lesson 2 up to its first training and is interrupted there after S CPU seconds (0: never), as a student
 does who has seen enough. They compute in turn, so that a small machine measures the same as a large one, and stay alive.
