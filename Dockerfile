@@ -6,6 +6,8 @@
 FROM python:3.11-slim
 ARG TORCH_INDEX=
 ARG EXTRAS=serve,verify,gguf,deepspeed
+# TOKENIZERS_PARALLELISM is no secret:
+# hadolint ignore=DL3064
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 OMP_WAIT_POLICY=passive TOKENIZERS_PARALLELISM=false
 WORKDIR /opt/rlhf_nb
 # torch alone first: it is the largest layer, and stays when the sources change
@@ -14,9 +16,9 @@ RUN pip install -c constraints.txt torch ${TORCH_INDEX:+--index-url "$TORCH_INDE
 COPY setup.py settings.ini README.md LICENSE MANIFEST.in ./
 COPY rlhf_nb ./rlhf_nb
 RUN pip install -c constraints.txt ".[${EXTRAS}]" && rlhf-nb --version
-# runs and fetched models lie in the volume; no process is root
-RUN useradd --create-home user && mkdir -p /shared && chown user /shared
-USER user
+# runs and fetched models lie in the volume; no process is root, and a number says so to a cluster that asks (runAsNonRoot)
+RUN useradd --create-home --uid 1000 user && mkdir -p /shared && chown user /shared
+USER 1000
 WORKDIR /shared
 ENV XDG_CACHE_HOME=/shared/cache
 ENTRYPOINT ["rlhf-nb"]

@@ -116,7 +116,7 @@ def test_what_a_server_cannot_do(words: list[str], sentence: str, url: str, tmp_
 def test_nothing_is_trained_through_an_address(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     shown = " ".join(call("grpo", "--toy", f"model.name_or_path={url}", "steps=1", code=1).split())
-    assert "nothing is trained through it" in shown and "eval NAME url=" in shown and not Stub.heard
+    assert "nothing is trained through it" in shown and "eval NAME --suite SUITE url=" in shown and not Stub.heard
 
 
 def test_a_policy_talks_to_a_user_who_is_played(url: str, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -105,12 +106,12 @@ def test_manifest_holds_what_was_asked_for() -> None:
     assert runtime["apiVersion"] == job["apiVersion"] == "trainer.kubeflow.org/v1alpha1"
     assert job["spec"] == {
         "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": "ppo-1"},
-        "trainer": {"numNodes": 3},
+        "trainer": {"numNodes": 3, "numProcPerNode": 4},
     }
     spec = runtime["spec"]["template"]["spec"]
     pod = spec["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
     container = pod["containers"][0]
-    assert spec["failurePolicy"]["maxRestarts"] == 5 and runtime["spec"]["mlPolicy"]["torch"]["numProcPerNode"] == 4
+    assert spec["failurePolicy"]["maxRestarts"] == 5 and runtime["spec"]["mlPolicy"] == {"numNodes": 3, "torch": {}}
     assert container["command"] == [
         "torchrun",
         "-m",
@@ -126,6 +127,32 @@ def test_manifest_holds_what_was_asked_for() -> None:
     assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == "disk"
     assert all(isinstance(e["value"], str) for e in container["env"])
     assert container["resources"]["limits"] == {"cpu": "32", "memory": "64Gi", "nvidia.com/gpu": "4"}
+
+
+def lost(given: Any, read: Any, where: str = "") -> list[str]:
+    """Places of a manifest that a schema's models don't know, or read otherwise."""
+    if isinstance(given, dict):
+        unknown = [f"{where}.{key}" for key in given if not isinstance(read, dict) or key not in read]
+        return unknown + [
+            x for key in given if f"{where}.{key}" not in unknown for x in lost(given[key], read[key], f"{where}.{key}")
+        ]
+    if isinstance(given, list):
+        return [x for i, (a, b) in enumerate(zip(given, read, strict=True)) for x in lost(a, b, f"{where}[{i}]")]
+    return [] if given == read else [where]
+
+
+def test_kubeflows_own_models_know_every_field_of_the_manifest() -> None:
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="Kubeflow Trainer's models of its API")
+    text = kubernetes_manifest(
+        ["ppo", "--config", "/shared/run.yaml"], "/shared/runs/1", "image:1", claim="disk", nodes=3, environment={"NCCL_DEBUG": "WARN"}
+    )  # fmt: skip
+    for document in yaml.safe_load_all(text):
+        read = getattr(models, f"TrainerV1alpha1{document['kind']}").from_dict(document).to_dict()
+        assert lost(document, read) == []
+        spelt_wrong = yaml.safe_load(
+            yaml.safe_dump(document).replace("claimName", "claim").replace("numNodes", "nodes")
+        )
+        assert lost(spelt_wrong, type(document)(read)) != []  # the comparison can fail
 
 
 @pytest.mark.parametrize(

@@ -223,6 +223,24 @@ def test_what_is_kept_between_turns_changes_no_bit_and_saves_reading(monkeypatch
     assert tokens[0] < 0.8 * tokens[2] and tokens[1] < tokens[3], tokens
 
 
+@pytest.mark.parametrize("words", [300, 30_000])
+def test_a_first_reply_that_leaves_no_room_is_said(words: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Once; an episode that has grown too long after some turns is nothing to warn of."""
+
+    class Long(Chat):
+        def step(self, turn: Turn) -> Step:
+            return Step("owl " * (words if turn.number == late else 1))
+
+    late = 1
+    r = play(Long, n=2, new=60)
+    assert {e["stop"] for e in r.columns["episode"]} == {"tokens"} and "Turn.room" in caplog.text
+    assert len(caplog.records) == 1 and "the first reply of environment 'Long' leaves no room" in caplog.text
+    caplog.clear()
+    late = 2
+    play(Long, n=2, new=60)
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("blocks", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_who_waits_costs_the_others_nothing(blocks: bool) -> None:
     """32 episodes of 3 turns; each turn waits 0.2 s, one of an episode 3 s: on an event loop, or each in a thread."""
@@ -720,14 +738,15 @@ def test_templates_are_refused_before_the_first_step(tmp_path: Path) -> None:
 
 def test_the_page_about_environments_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (Path(__file__).resolve().parent.parent / "docs" / "environments.md").read_text(encoding="utf-8")
-    (code,), (config,) = (re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL) for kind in ("python", "yml"))
+    (code,), configs = (re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL) for kind in ("python", "yml"))
     monkeypatch.chdir(tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         exec(compile(code, "environments.md", "exec"), {"__name__": "page"})
     assert "rollout/turns" in (tmp_path / "echo" / "metrics.jsonl").read_text(encoding="utf-8")
-    (tmp_path / "run.yaml").write_text(config, encoding="utf-8")
-    assert GRPOConfig.load("run.yaml", ["episodes.max_turns=3"]).episodes.max_turns == 3
+    for config in configs:
+        (tmp_path / "run.yaml").write_text(config, encoding="utf-8")
+        assert GRPOConfig.load("run.yaml", ["episodes.max_turns=3"]).episodes.max_turns == 3
 
 
 def test_an_environment_by_its_name_on_a_command_line(tmp_path: Path) -> None:

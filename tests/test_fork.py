@@ -20,6 +20,7 @@ from rlhf_nb.train.dpo import DPOConfig
 from rlhf_nb.train.grpo import GRPOConfig
 from rlhf_nb.train.ppo import PPOConfig
 from rlhf_nb.train.registry import methods
+from rlhf_nb.train.sft import SFTConfig
 from rlhf_nb.train.stage import run_stage
 from rlhf_nb.widgets.runs import Runs
 
@@ -116,6 +117,21 @@ def test_refusals(run: Path, tmp_path: Path) -> None:
     with pytest.raises(RunError, match="--to"):
         prepare_fork(run, 4, [], run)
     assert sorted(p.name for p in run.parent.iterdir()) == before, "a refused fork leaves nothing"
+
+
+@pytest.mark.parametrize("absolute", [True, False])
+def test_files_are_found_from_another_folder(absolute: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows are named from where the run was started; the fork is asked for elsewhere, wherever the run's own folder was named from."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "Who?", "completion": "Owls."}\n' * 8)
+    where = tmp_path / "runs" / "a" if absolute else Path("runs") / "a"
+    more = {"steps": 2, "save_every": 1, "data": {"path": "rows.jsonl"}}
+    run_stage(SFTConfig.preset("toy", output_dir=str(where), **{**SMALL, **more}))
+    (tmp_path / "else").mkdir()
+    monkeypatch.chdir(tmp_path / "else")
+    made = prepare_fork(tmp_path / "runs" / "a", 1, ["optimizer.lr=0.001"])
+    assert settings_of(made.folder)[1].data.path == str(tmp_path / "rows.jsonl") and not made.differs
+    assert [c.partition(":")[0] for c in made.changes] == ["optimizer.lr"]
 
 
 def test_a_fork_that_was_killed_while_it_was_made_is_no_run(

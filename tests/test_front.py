@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import io
+import json
 import re
 import tokenize
 from pathlib import Path
@@ -61,6 +62,22 @@ def test_readme_says_which_cpu_a_time_belongs_to() -> None:
     timed = [s for s in re.split(r"(?<=\.) ", part) if "minutes" in s]
     assert len(timed) == 2
     assert "AVX-512" in timed[0] and "bf16" in timed[0] and "AVX2" in timed[1] and "fp32" in timed[1]
+
+
+def test_readme_says_how_fast_it_is_as_the_newest_rows_do() -> None:
+    """`make bench` measures anew; what has no row there stands among the comparisons of docs/results.md."""
+    sentence = README.split("**Fast, on a CPU.**")[1].split("\n")[0]
+    said = re.findall(r"([A-Z]+) ([\d.]+) times", sentence)
+    newest = {row["name"]: row for row in map(json.loads, (ROOT / "docs" / "performance.jsonl").open(encoding="utf-8"))}
+    table = (ROOT / "docs" / "results.md").read_text(encoding="utf-8").split("### Against TRL")[1].split("\n#")[0]
+    assert {name for name, _ in said} == {"GRPO", "DPO"}
+    for name, times in said:
+        row = newest.get({"GRPO": "grpo-24", "DPO": "dpo"}[name])
+        if row is not None:
+            assert float(times) == round(row["ratio"], 1), f"{name}: docs/performance.md has {row['ratio']:.2f} now"
+        else:
+            (first,) = [r for r in table.splitlines() if r.startswith(f"| {name}, SmolLM2, all weights, bf16")]
+            assert f"| {times}×" in first
 
 
 def code_lines(path: Path) -> int:

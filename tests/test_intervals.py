@@ -171,3 +171,21 @@ def test_forecast_is_of_the_right_size() -> None:
     decided = {n: np.mean([decide((rng.random(n) < 0.57) * 1.0, futures=0).better == "first" for _ in range(40)]) for n in (found.needed // 3, 2 * found.needed)}  # fmt: skip
     assert decided[found.needed // 3] < 0.6 < 0.8 <= decided[2 * found.needed]
     assert "undecidable with these 200 prompts; about" in str(found) and "would do" in str(found)
+
+
+@pytest.mark.parametrize("equal", [[1.0] * 10, [0.0] * 9 + [1e-120], [2.0, 2.0]])
+@pytest.mark.parametrize("statistic", [np.median, np.mean, lambda x: float(np.quantile(x, 0.9))])
+def test_a_bootstrap_of_equal_values_is_a_point(equal: list[float], statistic: Callable[[Any], Any]) -> None:
+    found = bootstrap_interval(equal, statistic=statistic, draws=50)
+    assert found.low == pytest.approx(found.value, abs=1e-100) and found.high == pytest.approx(found.value, abs=1e-100)
+
+
+@pytest.mark.parametrize("n, holds", [(10, 0.90), (20, 0.92), (30, 0.92)])
+def test_what_students_interval_does_with_few_lopsided_values_is_said(n: int, holds: float) -> None:
+    """As the docstring of `mean_interval` has it; 20,000 simulations gave 0.903, 0.919 and 0.924."""
+    rng, sims = np.random.default_rng(n), 300
+    found = [mean_interval(rng.exponential(size=n)) for _ in range(sims)]
+    told = str(mean_interval.__doc__)
+    assert abs(np.mean([e.low <= 1 <= e.high for e in found]) - holds) < 3.5 * (holds * (1 - holds) / sims) ** 0.5
+    assert np.mean([e.high < 1 for e in found]) > 2 * np.mean([e.low > 1 for e in found]), "towards the long tail"
+    assert f"{holds:.0%}"[:-1] in told and "exponential" in told

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -14,9 +15,12 @@ from typing import Any
 import pytest
 
 from rlhf_nb import GRPOTrainer
-from rlhf_nb.core import safe_point
+from rlhf_nb.core import Stopped, safe_point, stoppable
 from rlhf_nb.data import toy
 from rlhf_nb.fast import decode, engine
+from rlhf_nb.judges.endpoint import EndpointJudge
+from rlhf_nb.rewards.code import PythonTests
+from rlhf_nb.rollout.tools import Waits
 from rlhf_nb.run.log import read_metrics
 from rlhf_nb.train.grpo import GRPOConfig
 
@@ -128,10 +132,75 @@ def test_a_training_step_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (tmp_path / "run" / "checkpoints" / "step-0000000001" / "manifest.json").exists()
 
 
+def interrupted(act: Callable[[], Any]) -> float:
+    """Seconds on the wall from a Ctrl-C until something that would take a minute has ended."""
+    sent = list[float]()
+
+    def send() -> None:
+        sent.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    timer = threading.Timer(0.5, send)
+    timer.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            act()
+        return time.monotonic() - sent[0]
+    finally:
+        timer.join()
+        signal.signal(signal.SIGINT, before)
+
+
+def test_programs_that_sleep_are_left() -> None:
+    """Five CPU seconds they may take, which a program that sleeps never uses, and 15 by the clock."""
+    if not hasattr(os, "fork"):
+        pytest.skip("the sandbox needs a POSIX system")
+    reward = PythonTests(workers=2, programs_may_escape=True)
+    programs = [f"import time\nwhile True: time.sleep({i})" for i in range(1, 5)]
+    assert interrupted(lambda: reward(["?"] * 4, programs, tests=["assert True"] * 4)) < SECONDS
+    assert not [t for t in threading.enumerate() if t.name.startswith("sandbox")]
+
+
+def test_a_judge_that_hangs_is_left_and_no_exit_waits_for_it() -> None:
+    """Threads of concurrent.futures are joined when Python ends: one that waits for an answer would hold the exit."""
+    silent = socket.create_server(("127.0.0.1", 0))
+    with silent:
+        judge = EndpointJudge(f"http://127.0.0.1:{silent.getsockname()[1]}/v1", "mute", timeout=60)
+        assert interrupted(lambda: judge.compare(["Who?"], ["Owls."], ["Bats."])) < SECONDS
+        assert not [t for t in threading.enumerate() if t.is_alive() and not (t.daemon or t is threading.main_thread())]
+
+
+def test_waiting_for_an_environment_or_a_tool_is_a_safe_point() -> None:
+    waits, reason, let = Waits(), [""], threading.Event()
+    waits.begin("an episode", lambda: let.wait(60), 60.0)
+    timer = threading.Timer(0.3, lambda: reason.__setitem__(0, "interrupted"))
+    timer.start()
+    begun = time.monotonic()
+    with stoppable(lambda: reason[0]), pytest.raises(Stopped, match="interrupted"):
+        waits.arrived()
+    assert time.monotonic() - begun < SECONDS
+    let.set()
+    timer.join()
+
+
+POOLS = {  # who has threads that Python waits for when it ends, and why that is no long wait
+    "fast/workers.py": "they compute, and a step is finished", "rewards/code.py": "an interrupt kills their programs",
+    "pipeline/sweep.py": "the terminal sends its Ctrl-C to the processes that they wait for",
+    "serve/turns.py": "what they read is bounded",
+}  # fmt: skip
+
+
+def test_what_waits_for_others_has_no_thread_that_an_exit_waits_for() -> None:
+    package = Path(__file__).resolve().parent.parent / "rlhf_nb"
+    files = [p for p in package.rglob("*.py") if "ThreadPoolExecutor(" in p.read_text(encoding="utf-8")]
+    assert {p.relative_to(package).as_posix() for p in files} == set(POOLS)
+
+
 RANK = """
 import json, os, signal, sys, threading, time
 from pathlib import Path
-from rlhf_nb.core import safe_point
+from rlhf_nb.core import Stopped, safe_point, stoppable
 from rlhf_nb.data import toy
 from rlhf_nb.fast import engine
 from test_stops import grpo, patiently

@@ -37,7 +37,7 @@ FILLED = {  # what a message fills in
     "{processes}": "2", "{strategy}": "ddp", "{step}": "40", "{self.method}": "sft", "{method.name}": "sft", "{more}": "",
     "{self.folder}": "jobs/owls", "{store.path}": "feedback.jsonl", "{made.path}": "pairs.jsonl", "{method}": "dpo",
     "{made.method}": "ppo", "{run.run_dir.path}": "runs/ppo", "{command}": "ppo", "{first}": "smollm2_ppo",
-    "{recipe_kind(path)}": "ppo", "{path.stem}": "smollm2_ppo", "{shlex.quote(path)}": "runs/ppo", "{num_processes}": "2",
+    "{recipe_kind(path)}": "ppo", "{path.stem}": "smollm2_ppo", "{shlex.quote(path)}": "runs/ppo", "{num_processes}": "2", "{url}": "http://localhost:1/v1",
     "{EXAMPLES[name]}": "demo", "{line}": "demo",  # both are collected where they are made
 }  # fmt: skip
 FILLED_IN = {  # where the same word means something else

@@ -44,7 +44,7 @@ REFUSED: dict[str, str] = {  # the beginning of a line, and what it must say her
     "run --config run_all.yaml --gates strict": "didn't pass its gate", "get owner/name": "HF_HUB_OFFLINE forbids",
     "feedback feedback.jsonl --export pairs.jsonl --scrub": "pip install presidio-analyzer",
     "rlaif model.name_or_path=runs/sft/model data.path=prompts.jsonl judge.endpoint.url": "Is the server up at this address?",
-    "rlaif judge.endpoint.url=http": "Is the server up at this address?", "plan grpo model.name_or_path=Qwen/": "no hub name that can be reached", "data owner/name": "HF_HUB_OFFLINE",
+    "rlaif judge.endpoint.url=http": "Is the server up at this address?", "eval sums --suite sums url=http": "Is the server up at this address?", "plan grpo model.name_or_path=Qwen/": "no hub name that can be reached", "data owner/name": "HF_HUB_OFFLINE",
     "push runs/grpo owner/name": "HF_HUB_OFFLINE forbids to go to the hub", "push runs/demo/ppo owner/name": "HF_HUB_OFFLINE forbids to go to the hub", "push runs/ppo": "HF_HUB_OFFLINE forbids to go to the hub",
 }  # fmt: skip
 PARTS = {  # of a sentence that speaks of some settings

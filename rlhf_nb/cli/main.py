@@ -35,8 +35,8 @@ _all_ = ["find_config", "recipe_kind", "recipes"]
 # %% auto #0
 __all__ = ['app', 'config_app', 'runs_app', 'RunFolders', 'Commands', 'ConfigCommands', 'with_methods', 'TrainingCommand', 'demo',
            'config_show', 'config_init', 'doctor_command', 'data_command', 'watch', 'metrics', 'board', 'report',
-           'learn_command', 'runs_list', 'rollback', 'plan_command', 'config_accelerate', 'launch_command',
-           'find_config', 'recipe_kind', 'recipes']
+           'learn_command', 'runs_list', 'rollback', 'plan_command', 'simulate_command', 'config_accelerate',
+           'launch_command', 'find_config', 'recipe_kind', 'recipes']
 
 # %% ../../nbs/cli/main.ipynb #e5be3d46
 class Commands(typer.core.TyperGroup):
@@ -103,7 +103,7 @@ def with_methods(command: Any) -> Any:
     """A command whose help names the methods of the registry where it asks for one."""
     for parameter in getattr(command, "params", ()):
         if parameter.name == "kind" and parameter.param_type_name == "argument":
-            pipeline = "" if command.name in ("plan", "launch") else "; or run, a whole pipeline"
+            pipeline = "" if command.name in ("plan", "simulate", "launch") else "; or run, a whole pipeline"
             try:
                 parameter.help = ", ".join(known_methods()) + pipeline
             except ConfigError:  # RLHF_NB_METHODS names what isn't there: the command itself says so
@@ -461,6 +461,21 @@ def _overlap(folder: str | None) -> None:
         raise typer.Exit
 
 
+def _planned(verb: str, kind: str, overrides: list[str], config: str, toy: bool) -> tuple[Any, list[str]]:
+    """The config of what is to be planned, and the words that were typed; refuses what trains nothing."""
+    from rlhf_nb.config import TrainConfig
+
+    if kind == "run":
+        raise ConfigError(f"{verb} a pipeline stage by stage: name a method, ppo say, and model.name_or_path=MODEL.")
+    cfg = load_config(kind, config, overrides, toy)
+    if not isinstance(cfg, TrainConfig):
+        other = f"{verb} what is trained on them: name a method, such as dpo, and model.name_or_path=MODEL."
+        raise ConfigError(f"{kind} trains nothing, it only writes rows: {other}")
+    given = typed(config, toy, overrides)
+    say_what_to_train(verb, kind, cfg, given)
+    return cfg, given
+
+
 @app.command("plan")
 def plan_command(
     kind: str = MethodName, overrides: list[str] = Overrides, config: str = ConfigFile, toy: bool = Toy,
@@ -474,21 +489,35 @@ def plan_command(
 ) -> None:  # fmt: skip
     """Predict what fits on how many GPUs (memory by role, ZeRO stage, offloading), and how long a step takes there."""
     with told(debug):
-        from rlhf_nb.config import TrainConfig
         from rlhf_nb.pipeline.doctor import cost_here, plan_for
 
-        if kind == "run":
-            raise ConfigError("plan a pipeline stage by stage: `rlhf-nb plan ppo model.name_or_path=MODEL`.")
-        cfg = load_config(kind, config, overrides, toy)
-        if not isinstance(cfg, TrainConfig):
-            other = "plan what is trained on them: `rlhf-nb plan dpo model.name_or_path=MODEL`."
-            raise ConfigError(f"{kind} trains nothing, it only writes rows: {other}")
-        given = typed(config, toy, overrides)
-        say_what_to_train("plan", kind, cfg, given)
+        cfg, given = _planned("plan", kind, overrides, config, toy)
         _tell(plan_for(cfg, gpus, on, memory, host, shlex.join(given), price), err=False)
         here = cost_here(cfg)
         if here:
             _tell("\n" + "\n".join(here), err=False)
+
+
+@app.command("simulate")
+def simulate_command(
+    kind: str = MethodName, overrides: list[str] = Overrides, config: str = ConfigFile, toy: bool = Toy,
+    gpus: list[int] = typer.Option([8, 512, 10_000], "--gpus", min=1, help="how many; may be given several times"),
+    on: str = typer.Option("h100", help="kind of GPU: t4 to b200, or a YAML file of its rates"),
+    memory: float = typer.Option(None, help="GiB of each GPU; default: the kind's", min=0.1, max=1e6),
+    hours: float = typer.Option(720.0, help="that the run lasts", min=0.01, max=1e6),
+    taken: float = typer.Option(None, min=0.01, help="hours between two times that all machines are taken away"),
+    debug: bool = Debug,
+) -> None:  # fmt: skip
+    """Simulate hours on many GPUs: failures, checkpoints, slow GPUs; in turn, and with some that only draw."""
+    with told(debug):
+        from rlhf_nb.scale.predict import named_gpu
+        from rlhf_nb.pipeline.doctor import planned_job
+        from rlhf_nb.scale.simulate import Hazards, simulated_hours
+
+        machine = named_gpu(on)
+        shape, job, inner = planned_job(_planned("simulate", kind, overrides, config, toy)[0])
+        hazards = Hazards(spread=0.03, taken=taken or float("inf"))
+        _tell(simulated_hours(shape, job, gpus, machine, hours, memory, inner, hazards), err=False)
 
 
 @config_app.command("accelerate")

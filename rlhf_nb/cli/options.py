@@ -36,7 +36,7 @@ def told(debug: bool = False, again: str = "") -> Iterator[None]:
             warnings.showwarning = note
             yield
     except KeyboardInterrupt as e:
-        tell(f"Interrupted. {_sentence(e)}" + (f" Go on with: {again}" if again else ""))
+        tell(f"Interrupted. {_sentence(e)}".strip() + (f" Go on with: {again}" if again else ""))
         raise typer.Exit(130) from (e if debug else None)
     except (typer.Exit, typer.Abort, SystemExit):
         raise

@@ -89,7 +89,11 @@ def mean_interval(
         level: share of such intervals that hold the truth.
         bounds: least and largest value that there can be; None: none are known.
 
-    With a single cluster Student's interval is infinite: one observation says nothing of its spread.
+    With a single cluster Student's interval is infinite: one observation says nothing of its spread. Where values are
+    few and lopsided it holds the truth less often than it says, and misses towards the long tail: exponential values,
+    95 % asked, 90 / 92 / 92 % for n = 10 / 20 / 30 (log-normal ones 84 / 87 / 88 %, normal ones 95 %). Hall's
+    transformation (1992) has 93 / 94 / 94 % there, but 94 / 93 / 93 % instead of 96 % with symmetric heavy tails, as
+    paired differences have them (Student's t, 3 degrees of freedom), so it is not the default.
 
     Raises:
         DataError: a value beyond the bounds.
@@ -159,7 +163,7 @@ def bootstrap_interval(
         got = np.array([float(of(row)) for row in drawn])
     left = np.array([float(of(np.delete(x, i))) for i in range(len(x))])
     bent = left.mean() - left
-    acceleration = float((bent**3).sum() / (6 * max(float((bent**2).sum()), 1e-300) ** 1.5))
+    acceleration = float((bent**3).sum() / max(6 * float((bent**2).sum()) ** 1.5, 1e-300))
     below = float(((got < value).sum() + 0.5 * (got == value).sum()) / draws)
     normal = NormalDist()
     bias = normal.inv_cdf(min(max(below, 0.5 / draws), 1 - 0.5 / draws))

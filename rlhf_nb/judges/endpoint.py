@@ -16,7 +16,7 @@ import urllib.parse
 import urllib.request
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed, wait
+from concurrent.futures import as_completed, wait
 from hashlib import blake2b
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,6 +27,7 @@ from ..config import PathText, StrictConfig, option
 from ..core import ConfigError, RewardError
 from ..files import open_regular
 from .judge import JudgeTemplate, TemplateJudge, fill_template
+from ..rollout.tools import begin
 from ..untrusted import Unreadable, json_value
 
 # %% auto #0
@@ -218,7 +219,8 @@ def ask_server(
             if isinstance(e, _GiveUp) or tried == attempts:
                 tries = f"after {tried} tries: " if tried > 1 else ""
                 why = str(e).rstrip(".") if key is None else str(e).rstrip(".").replace(key, "***")
-                raise RewardError(f"{address} gave no answer that can be used, {tries}{why}.") from e
+                up = " Is the server up at this address?" if isinstance(e, _TryAgain) else ""
+                raise RewardError(f"{address} gave no answer that can be used, {tries}{why}.{up}") from e
         time.sleep(wait)
     raise AssertionError("unreachable")
 
@@ -461,13 +463,17 @@ class EndpointJudge(TemplateJudge):
     def _ask_all(self, todo: dict[str, str], labels: tuple[str, ...]) -> None:
         """All questions, many at a time; the first failure ends the call."""
         call, secret = _Call(self.config.budget), self._client.key()
-        pool = ThreadPoolExecutor(min(self.config.concurrency, len(todo)), thread_name_prefix="judge")
-        asked = [pool.submit(self._ask, k, q, labels, secret, call) for k, q in todo.items()]
+        questions = iter(list(todo.items()))  # each thread takes the next one
+
+        def work() -> None:
+            for key, question in questions:
+                self._ask(key, question, labels, secret, call)
+
+        asked = [begin(work, self.config.budget) for _ in range(min(self.config.concurrency, len(todo)))]
         try:
             for done in as_completed(asked):
                 done.result()
         except (_GiveUp, OSError) as e:
-            pool.shutdown(wait=False, cancel_futures=True)
             wait(asked, timeout=2.0)  # answers that are on their way are paid for, too
             why = str(call.failure or e)
             kept, place = sum(k in self.cache.found for k in todo), self.cache.path or "memory"
@@ -478,4 +484,3 @@ class EndpointJudge(TemplateJudge):
             ) from None
         finally:
             call.over.set()
-            pool.shutdown(wait=False, cancel_futures=True)

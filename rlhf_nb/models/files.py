@@ -44,8 +44,8 @@ def no_such_path(path: Path, what: str) -> ModelError:
         url = str(path).replace(":/", "://", 1)
         return ModelError(
             f"{url!r} is an address. A server sends texts and takes no weights, so nothing is trained through it. It "
-            f"can be evaluated (rlhf-nb eval NAME url={url}), judge (judge.endpoint.url), or play a user "
-            "(episodes.environment=user)."
+            f"can be evaluated (rlhf-nb eval NAME --suite SUITE url={url}), judge (judge.endpoint.url), or play a "
+            "user (episodes.environment=user)."
         )
     there = path
     while not there.parent.is_dir() and there != there.parent:

@@ -43,7 +43,7 @@ from ..models.places import resolve
 from ..run.lock import STALE, holder_of
 from ..run.log import RunDir, read_metrics
 from ..run.strategies import UNKNOWN, free_memory
-from ..scale.topology import Budget, Split, job_of, predict_memory, decoder_shape
+from ..scale.topology import Budget, DecoderShape, Job, Split, job_of, predict_memory, decoder_shape
 from ..train.entries import check_entries
 from ..train.method import tokenize_rows
 from ..train.online_config import OnlineConfig, rewarded
@@ -57,8 +57,9 @@ from ..models.policy import dropout_left_out
 __all__ = ['Severity', 'LEVELS', 'BEARABLE', 'Finding', 'finding', 'findings_table', 'check_special_tokens', 'plain_rows',
            'check_data', 'check_model', 'check_sampling', 'check_precision', 'check_threads', 'check_speed',
            'estimate_memory', 'free_bytes', 'check_memory', 'check_cost', 'for_this_machine', 'completed', 'cost_here',
-           'plan_for', 'usual_lengths', 'check_saving', 'check_loading', 'check_prices', 'check_judgements', 'distance',
-           'check_distance', 'StageStart', 'load_start', 'some_rows', 'examine', 'check_run_folder', 'doctor']
+           'planned_job', 'plan_for', 'usual_lengths', 'check_saving', 'check_loading', 'check_prices',
+           'check_judgements', 'distance', 'check_distance', 'StageStart', 'load_start', 'some_rows', 'examine',
+           'check_run_folder', 'doctor']
 
 # %% ../../nbs/pipeline/doctor.ipynb #3a0aab75
 Severity = Literal["error", "warning", "note", "ok"]
@@ -390,6 +391,26 @@ def cost_here(config: Any) -> list[str]:
     return said + [line for f in found for line in (f"{here}: {f.what}.", *f.fix.splitlines())]
 
 
+def planned_job(config: Any) -> tuple[DecoderShape, Job, int]:
+    """What is planned for a config: the model's shape, the job on GPUs with bf16, passes over each rollout.
+
+    Args:
+        config: of a training run.
+
+    Raises:
+        ModelError: there is no such model.
+    """
+    from transformers import AutoConfig
+
+    half = torch.bfloat16
+    job = job_of(config, Precision(torch.device("cuda"), half, torch.float32, half, False, "a GPU with bf16"))
+    world = model_world(named(config.model))
+    place = resolve(named(config.model), config.model.revision) if world is None else ""
+    model = world.model().config if world and world.model else place
+    shape = decoder_shape(pretrained(AutoConfig, place) if place.endswith(".gguf") else model)
+    return shape, job, getattr(config, "num_inner_epochs", 1)
+
+
 def plan_for(
     config: Any, gpus: Sequence[int], on: str | None, memory: float | None, host: float | None, settings: str,
     price: float | None = None,
@@ -409,17 +430,9 @@ def plan_for(
         ConfigError: a price without a kind of GPU, or no such kind.
         ModelError: there is no such model.
     """
-    from transformers import AutoConfig
-
     if on is None and price is not None:
         raise ConfigError("--price needs seconds of a step, and these the kind of GPU: add --on h100, say.")
-    half = torch.bfloat16
-    job = job_of(config, Precision(torch.device("cuda"), half, torch.float32, half, False, "a GPU with bf16"))
-    world = model_world(named(config.model))
-    place = resolve(named(config.model), config.model.revision) if world is None else ""
-    model = world.model().config if world and world.model else place
-    shape = decoder_shape(pretrained(AutoConfig, place) if place.endswith(".gguf") else model)
-    inner = getattr(config, "num_inner_epochs", 1)
+    shape, job, inner = planned_job(config)
     gpu = None if on is None else named_gpu(on)
     return plan_report(shape, job, gpus, gpu, memory, host, settings, price, inner)
 

@@ -67,17 +67,16 @@ def settings_of(folder: str | Path) -> tuple[MethodInfo, Any]:
 _FILES = ("path", "name_or_path", "tokenizer", "chat_template", "reward", "file", "model", "process", "classifier")
 
 
-def _begun_in(folder: Path, config: TextConfig) -> Path | None:
-    """The folder in which a run was started, as far as its relative `output_dir` and its place say;
-    relative files count from there.
+def _begun_in(folder: Path, config: TextConfig) -> Sequence[Path]:
+    """Where relative files of a run may count from: the folder in which it was started, if its relative `output_dir`
+    and its place say so; else each folder above it, the nearest first.
     """
-    own, place = Path(config.output_dir).parts, folder.resolve().parts
-    if not own or Path(config.output_dir).is_absolute() or place[-len(own) :] != own:
-        return None
-    return Path(*place[: -len(own)])
+    own, place = Path(config.output_dir).parts, folder.resolve()
+    said = own and not Path(config.output_dir).is_absolute() and place.parts[-len(own) :] == own
+    return [Path(*place.parts[: -len(own)])] if said else place.parents
 
 
-def _with_files(config: TextConfig, begun: Path | None) -> TextConfig:
+def _with_files(config: TextConfig, begun: Sequence[Path]) -> TextConfig:
     """Settings whose relative files are named in full where they aren't found from here,
     but from where the run was started.
     """
@@ -88,8 +87,9 @@ def _with_files(config: TextConfig, begun: Path | None) -> TextConfig:
         if isinstance(value, list):
             return [whole(v, key) for v in value]
         named = isinstance(value, str) and key in _FILES and not model_world(value) and world_of(value) is None
-        there = begun / value if begun is not None and named else None
-        return str(there) if there is not None and there.exists() and not Path(value).exists() else value
+        if not named or Path(value).exists():
+            return value
+        return str(next((p / value for p in begun if (p / value).exists()), value))
 
     settings = config.to_dict()
     full = whole(settings)

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, Literal, NamedTuple
 
 from ..core import ConfigError, suggest
@@ -180,8 +181,10 @@ class PythonTests(AnswerReward):
         """Shares in [0, 1]; several programs at a time; one that occurs twice with the same tests runs once."""
         jobs = [(extract_code(text), tests) for text, tests in zip(texts, answers, strict=True)]
         unique = list(dict.fromkeys(jobs))
-        with ThreadPoolExecutor(self.workers, thread_name_prefix="sandbox") as pool:
-            ended = dict(zip(unique, pool.map(lambda job: self._grade(*job), unique), strict=True))
+        over = threading.Event()  # an interrupt waits for no program
+        with ThreadPoolExecutor(self.workers, thread_name_prefix="sandbox") as pool, ExitStack() as stack:
+            stack.callback(over.set)
+            ended = dict(zip(unique, pool.map(lambda job: self._grade(job[0], job[1], over), unique), strict=True))
         self.results = [ended[job] for job in jobs]
         self.outcomes = dict(Counter(r.outcome for r in self.results))
         if not self._warned and any(r.fences and not _holds(r.fences) for r in self.results):
@@ -199,15 +202,17 @@ class PythonTests(AnswerReward):
         share = sum(passed) / len(passed)
         return float(share == 1) if self.all_or_nothing else share
 
-    def _grade(self, code: str, tests: CodeTests) -> SandboxResult:
+    def _grade(self, code: str, tests: CodeTests, over: threading.Event) -> SandboxResult:
         """Scripts in one process, then each pair in its own; after a timeout (or a failure, if all must pass) the rest
         fails."""
-        runs = [self.sandbox.run(code, tests.scripts, "", tests.setup, tests.entry_point)] if tests.scripts else []
+        runs = (
+            [self.sandbox.run(code, tests.scripts, "", tests.setup, tests.entry_point, over)] if tests.scripts else []
+        )
         passed = [*runs[0].passed] if runs else []
         for given, wanted in tests.pairs:
             if runs and (runs[-1].outcome == "timeout" or (self.all_or_nothing and not all(passed))):
                 break
-            runs.append(self.sandbox.run(code, (), given))
+            runs.append(self.sandbox.run(code, (), given, over=over))
             passed.append(runs[-1].outcome == "passed" and _same_output(runs[-1].stdout, wanted))
         passed += [False] * (len(tests.scripts) + len(tests.pairs) - len(passed))
         worst = next((r for r in runs if r.outcome != "passed"), runs[-1])

@@ -548,16 +548,27 @@ class Episodes(Sampler):
                 e.stop = "done"
             elif len(e.texts) >= self.config.max_turns:
                 e.stop = "turns"
-            elif self._room(e, request.sampling) < 1 or sum(len(m["content"]) for m in messages) > most:
-                e.stop = "tokens"  # no room for another turn, or text that is far too long even to be made tokens
+            elif sum(len(m["content"]) for m in messages) > most:  # far too long even to be made tokens
+                self._too_long(e)
+            elif self._room(e, request.sampling) < 1:
+                e.stop = "tokens"  # no room for another turn
             else:
                 replied.append((e, self._reply(e.seat.kind, e.asked[0], messages, e.ids[-1])))
         for (e, _), ids in zip(replied, encode_replies(self.tokenizer, [r for _, r in replied])):
             if len(ids) >= self._left(e):
-                e.stop = "tokens"
+                self._too_long(e)
                 continue
             e.ids, e.logps = e.ids + ids, e.logps + [0.0] * len(ids)
             ready.append(e)
+
+    def _too_long(self, e: _Episode) -> None:
+        """A reply leaves no room: the episode is over; where it is the first reply, a warning says so once."""
+        e.stop = "tokens"
+        if len(e.texts) == 1 and "room" not in self._told:
+            self._told.add("room")
+            how = "say less in step (Turn.room has the tokens that are left), or raise episodes.max_tokens"
+            log.warning("the first reply of environment %r leaves no room to go on, so the row stays, cut; "
+                        "rollout/stopped counts: %s", e.seat.kind.name, how)  # fmt: skip
 
     def _draw(self, model: nn.Module, request: Request, ready: list[_Episode]) -> None:
         """The next turn of some episodes, in one batch, or in two where the longest row and the longest turn together

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from ..core import ConfigError, did_you_mean
+from ..core import ConfigError, did_you_mean, safe_point
 from ..untrusted import json_value, mend
 
 # %% auto #0
@@ -266,14 +266,15 @@ class Waits:
 
     def arrived(self) -> list[tuple[Any, Any, float]]:
         """For what, the answer or the exception it ended in, and the seconds it took: at least one, and all that come
-        without a pause. A late one is a TimeoutError, and what it brings later is ignored."""
+        without a pause. A late one is a TimeoutError, and what it brings later is ignored. Waiting is a safe point."""
         found: list[tuple[Any, Any, float]] = []
         while self.open:
             until = min(u for _, _, u in self.open.values())
             try:
                 left = max(0.0, until - time.monotonic())
-                number, future, at = self.arrived_at.get(timeout=_PAUSE if found else left + 1e-3)
+                number, future, at = self.arrived_at.get(timeout=_PAUSE if found else min(left + 1e-3, 0.1))
             except queue.Empty:
+                safe_point()
                 now = time.monotonic()
                 for n in [n for n, (_, _, u) in self.open.items() if u <= now]:
                     what, begun, _ = self.open.pop(n)

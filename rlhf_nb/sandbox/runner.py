@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -368,14 +369,17 @@ class SandboxResult(NamedTuple):
     unclear: tuple[str, ...] = ()  # what in the tests couldn't be judged, whatever the program does
 
 
-def _listen(hear: int, process: subprocess.Popen[bytes], wall_s: float) -> tuple[bytes, bool]:
+def _listen(hear: int, process: subprocess.Popen[bytes], wall_s: float, over: threading.Event) -> tuple[bytes, bool]:
     """What comes through the pipe until the process has ended, and whether it did so in time."""
     deadline, heard = time.monotonic() + wall_s, bytearray()
     with selectors.DefaultSelector() as selector:
         selector.register(hear, selectors.EVENT_READ)
         while True:
-            if not selector.select(max(0.0, deadline - time.monotonic())):
-                return bytes(heard), False
+            left = max(0.0, deadline - time.monotonic())
+            if not selector.select(min(left, 0.1)):
+                if not left or over.is_set():
+                    return bytes(heard), False
+                continue
             data = os.read(hear, 1 << 16)
             if not data:
                 break
@@ -483,8 +487,9 @@ class Sandbox:
             raise ConfigError(f"fences: {unknown[0]!r} is none of {', '.join(FENCES)}.")
 
     def run(
-        self, code: str, tests: Sequence[str] = (), stdin: str = "", setup: str = "", entry_point: str = ""
-    ) -> SandboxResult:
+        self, code: str, tests: Sequence[str] = (), stdin: str = "", setup: str = "", entry_point: str = "",
+        over: threading.Event | None = None,
+    ) -> SandboxResult:  # fmt: skip
         """Run a program, then judge it by tests; whatever happens, its session is killed and its folder removed.
 
         Args:
@@ -494,12 +499,13 @@ class Sandbox:
             stdin: what the program reads.
             setup: Python that runs before the tests, with what they need.
             entry_point: the name that the tests ask the program for; "": every name that they don't define.
+            over: set by another thread that wants no answer any more: the program is killed as if it were too late.
 
         Raises:
             ValueError: a test is no Python, or can't be judged from outside the program.
             ConfigError: the kernel of this machine wouldn't keep the program from your files; it was not run.
         """
-        result = _run(self, code, tuple(tests), stdin, setup, entry_point)
+        result = _run(self, code, tuple(tests), stdin, setup, entry_point, over)
         if result.fences and not self.programs_may_escape and not _holds(result.fences):
             raise ConfigError(
                 f"the sandbox runs no programs here: only {', '.join(result.fences)} would stand between them and your "
@@ -510,10 +516,13 @@ class Sandbox:
 
     def fences_here(self) -> tuple[str, ...]:
         """The fences that stand on this machine, found out by starting an empty program."""
-        return _run(self, "", (), "", "", "").fences
+        return _run(self, "", (), "", "", "", None).fences
 
 # %% ../../nbs/sandbox/runner.ipynb #046e05b6
-def _run(box: Sandbox, code: str, tests: tuple[str, ...], stdin: str, setup: str, entry_point: str) -> SandboxResult:
+def _run(
+    box: Sandbox, code: str, tests: tuple[str, ...], stdin: str, setup: str, entry_point: str,
+    over: threading.Event | None,
+) -> SandboxResult:  # fmt: skip
     """`Sandbox.run`, and where the fences don't hold a result of a program that wasn't run."""
     questions, prepared = translate_tests(tests, setup, entry_point)
     todo = marshal.dumps(
@@ -533,7 +542,7 @@ def _run(box: Sandbox, code: str, tests: tuple[str, ...], stdin: str, setup: str
         finally:
             os.close(tell)
         try:
-            heard, in_time = _listen(hear, process, box.wall_s or 3 * box.timeout_s)
+            heard, in_time = _listen(hear, process, box.wall_s or 3 * box.timeout_s, over or threading.Event())
         finally:
             with suppress(OSError):  # the number of a session isn't given away while it has members
                 os.killpg(process.pid, signal.SIGKILL)

@@ -1,0 +1,69 @@
+"""Simulated hours: shares add up, hazards cost what they must, bad numbers are refused. The exact cases are in the notebook."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from typer.testing import CliRunner
+
+from rlhf_nb.cli.main import app
+from rlhf_nb.core import ConfigError
+from rlhf_nb.scale.simulate import Hazards, simulate_run
+
+
+@pytest.mark.parametrize("drawers", [0, 3])
+@pytest.mark.parametrize("seed", range(5))
+def test_shares_add_up_and_the_end_is_kept(drawers: int, seed: int) -> None:
+    hazards = Hazards(between=20.0, restart=120.0, taken=5.0, spread=0.1, mean_length=0.4, tail=0.8)
+    run = simulate_run(
+        5.0, 4.0, 8, hours=30.0, drawers=drawers, lag=1, sent=0.5, answers=64, save=3.0, hazards=hazards, seed=seed
+    )
+    assert math.isclose(run.busy + run.idle + run.saving + run.lost + run.restarting, 1.0)
+    assert run.failures > 0 and all(x > 0 for x in run[3:])
+    assert 30.0 <= run.hours < 30.2 and run.seconds > 0.4 * 5 * (3 / 8 if drawers else 1)
+    other = simulate_run(5.0, 4.0, 8, steps=50, drawers=drawers, lag=1, every=7, hazards=hazards, seed=seed)
+    assert other.steps == 50
+
+
+def test_notice_loses_no_step_and_a_failure_does() -> None:
+    calm = simulate_run(1.0, 1.0, 8, hours=50.0, save=1.0, hazards=Hazards(between=1e30))
+    taken = simulate_run(1.0, 1.0, 8, hours=50.0, save=1.0, every=500, hazards=Hazards(between=1e30, taken=2.0))
+    failed = simulate_run(1.0, 1.0, 8, hours=50.0, save=1.0, every=500, hazards=Hazards(between=16.0))
+    assert (calm.lost, calm.restarting, taken.lost, taken.failures) == (0.0, 0.0, 0.0, 0)
+    assert failed.failures > 0 and failed.lost > 0.02 and calm.busy > taken.busy > failed.busy
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"drawers": 8},
+        {"drawers": -1},
+        {"lag": -1},
+        {"hours": math.inf},
+        {"hours": 0.0},
+        {"draw": -1.0},
+        {"learn": 0.0},
+        {"sent": math.nan},
+    ],
+)
+def test_bad_numbers_are_refused(change: dict[str, float]) -> None:
+    given = {"draw": 1.0, "learn": 1.0, "hours": 1.0, "drawers": 0, "lag": 0, "sent": 0.0} | change
+    with pytest.raises(ConfigError, match="a run needs an end"):
+        simulate_run(gpus=8, **given)  # type: ignore[arg-type]
+
+
+def test_the_command_says_who_waits() -> None:
+    said = CliRunner().invoke(
+        app, ["simulate", "grpo", "--toy", "--gpus", "8", "--gpus", "1", "--hours", "0.01", "--taken", "1"]
+    )
+    assert said.exit_code == 0, said.output
+    assert (
+        "| 8 | all, in turn | 0 |" in said.output
+        and "| 1 | all, in turn |" in said.output
+        and said.output.count("\n| 1 |") == 1
+    )
+    sft = CliRunner().invoke(app, ["simulate", "sft", "--toy", "--gpus", "8", "--hours", "0.01"])
+    assert sft.exit_code == 0 and sft.output.count("\n| 8 |") == 1, sft.output
+    bad = CliRunner().invoke(app, ["simulate", "grpo", "--toy", "--on", "abacus"])
+    assert bad.exit_code == 1 and "no GPU 'abacus' is known" in bad.output
