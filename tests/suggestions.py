@@ -163,7 +163,7 @@ def in_messages() -> Iterator[Suggestion]:
 
 
 SENTENCES = (
-    "cli/demo", "data/hub", "data/warnings", "models/texts", "pipeline/findings", "pipeline/texts", "rewards/texts",
+    "cli/demo", "data/hub", "data/warnings", "export/tables", "models/texts", "pipeline/findings", "pipeline/texts", "rewards/texts",
     "run/health", "run/texts", "scale/plan",
 )  # fmt: skip
 
