@@ -4,6 +4,7 @@ and Sphinx makes build/site/html of it. No notebook is executed and the package 
     .venv-docs/bin/python .ci/book.py             # write the pages, build them, check every link
     .venv-docs/bin/python .ci/book.py --sources   # only write the pages; no Sphinx is needed
     .venv-docs/bin/python .ci/book.py --again     # only what has changed; warnings of other pages are not repeated
+    .venv-docs/bin/python .ci/book.py FOLDER      # the same into another folder than build/site
 """
 
 from __future__ import annotations
@@ -527,7 +528,7 @@ def reachable(folder: Path) -> int:
 
 
 def main() -> None:
-    build = ROOT / "build" / "site"
+    build = next((Path(a).resolve() for a in sys.argv[1:] if not a.startswith("--")), ROOT / "build" / "site")
     if "--again" not in sys.argv:
         shutil.rmtree(build, ignore_errors=True)
     site = sources(build / "source")
@@ -541,7 +542,7 @@ def main() -> None:
     faults = dead(build / "html")
     if faults:
         raise SystemExit("\n".join(faults[:50]) + f"\n{len(faults)} dead links")
-    print("0 warnings, 0 dead links: build/site/html/index.html")
+    print(f"0 warnings, 0 dead links: {build / 'html' / 'index.html'}")
 
 
 if __name__ == "__main__":

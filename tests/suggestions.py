@@ -15,7 +15,13 @@ import yaml
 from rlhf_nb.cli.settings import EXAMPLES, GROUPS, facts
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / ".ci" / "book").glob("*.md")),
+]
 RECORDING = ROOT / "docs" / "figures" / "first_minutes.svg"
 COMMANDS = {name for names in GROUPS.values() for name in names}
 NAMES = {*COMMANDS, "smollm2", "toy", "sums", "legs", "gold", "init", "show", "list", "rollback", "accelerate", "run"}
@@ -62,7 +68,7 @@ def _fences(text: str) -> Iterator[tuple[str, str]]:
 
 
 def on_pages() -> Iterator[Suggestion]:
-    """Of README and guides."""
+    """Of README, guides and the site's own pages."""
     for page in PAGES:
         yield from of_markdown(page.read_text(encoding="utf-8"), page.name)
 
@@ -157,7 +163,7 @@ def in_messages() -> Iterator[Suggestion]:
 
 
 SENTENCES = (
-    "cli/demo", "data/hub", "data/warnings", "models/texts", "pipeline/findings", "pipeline/texts", "rewards/texts",
+    "cli/demo", "data/hub", "data/warnings", "export/tables", "models/texts", "pipeline/findings", "pipeline/texts", "rewards/texts",
     "run/health", "run/texts", "scale/plan",
 )  # fmt: skip
 

@@ -11,6 +11,7 @@ import os
 import random
 import re
 import statistics
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from patience import run
 
 from rlhf_nb import learn
 from rlhf_nb.core import ConfigError, t_share
@@ -420,6 +422,54 @@ def test_a_table_holds_no_formula_and_no_command(student: str, tmp_path: Path) -
     (tmp_path / "a.json").write_text(json.dumps({"student": student, "answers": {"nope": "1", "=1": "1"}}))
     for row in list(csv.reader(learn.grade(tmp_path, seed=0).read_text().splitlines()))[1:]:
         assert not any(cell[:1] in "=+-@\t" or "\x1b" in cell for cell in row)
+
+
+ENDS = {  # how an answer may end, and what its row says
+    "right": "x = sum(i * i for i in range(2 * 10**7))\ndef f(s): return [x - (sum(s) - x) / (len(s) - 1) for x in s]",  # slow, and ends
+    "wrong": "def f(s): return [x - sum(s) for x in s]",
+    "too long": "def f(s):\n    while True: pass",
+    "crashed": "import ctypes\ndef f(s): return ctypes.string_at(0)",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verdict", ENDS)
+def test_a_limit_of_computing_names_each_end(verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock is taken away: a slow answer, an endless one and a broken one are told apart by what they compute and how they end."""
+    real = checks.subprocess.run
+    monkeypatch.setattr(checks.subprocess, "run", lambda *a, timeout, **k: real(*a, timeout=600, **k))
+    assert run_again("rloo", ENDS[verdict], 3, seconds=15) == verdict
+
+
+@pytest.mark.slow
+def test_a_folder_is_graded_from_the_command_line(tmp_path: Path) -> None:
+    """Three students, three verdicts, by the command that a teacher types."""
+    for verdict in ("right", "wrong", "too long"):
+        handed = {"student": verdict, "answers": {"rloo": ENDS[verdict]}}
+        (tmp_path / f"{verdict}.json").write_text(json.dumps(handed))
+    done = run([sys.executable, "-m", "rlhf_nb", "learn", "grade", str(tmp_path)])
+    assert done.returncode == 0, done.stdout
+    rows = list(csv.reader((tmp_path / "grades.csv").read_text(encoding="utf-8").splitlines()))[1:]
+    assert sorted(rows) == [[v, "rloo", v] for v in ("right", "too long", "wrong")]
+
+
+START = """
+import time
+from rlhf_nb import learn
+imported = time.process_time()
+for n in [*range(1, 13), "A", "B"]:
+    begun = time.process_time()
+    learn.start(n)
+    print(n, imported + time.process_time() - begun)
+"""
+
+
+def test_a_lesson_starts_within_six_cpu_seconds(tmp_path: Path) -> None:
+    """Starting Python and importing included; measured by one process for all."""
+    settings = os.environ | {"RLHF_NB_LEARN": str(tmp_path / "learn.json"), "OMP_NUM_THREADS": "1"}
+    done = run([sys.executable, "-c", START], cpu=60, env=settings)
+    took = [float(line.split()[-1]) for line in done.stdout.splitlines() if re.fullmatch(r"(\d+|A|B) [\d.]+", line)]
+    assert len(took) == 14 and max(took) <= 6, done.stdout
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""One symbol, one meaning, in the formulas of README, lessons, labs and `losses`; README and `losses` say what their terms mean."""
+"""One symbol, one meaning, in the formulas of README, lessons, labs and `losses` (in the other chapters, one sign for each of the main ones); README and `losses` say what their terms mean."""
 
 from __future__ import annotations
 
@@ -81,6 +81,19 @@ def told(path: Path) -> str:
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_symbols_mean_one_thing(path: Path) -> None:
     found = faults(told(path), path.stem)
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("room", ["rollout", "scoring", "decode", "evaluate"])
+def test_other_chapters_write_it_the_same_way(room: str) -> None:
+    """Entropy, tokens, sides of a pair and the price of KL; widths and shapes have letters of their own there."""
+    found = [
+        f"{path.stem}: {f}: {why}"
+        for path in sorted((NBS / room).glob("*.ipynb"))
+        for f in formulas(told(path))
+        for sign, why in WRONG.items()
+        if re.search(sign, f)
+    ]
     assert not found, "\n".join(found)
 
 

@@ -64,12 +64,13 @@ LONG = {
 }
 
 FORKS = """
-import atexit, gc, json, os, signal, sys, threading
+import atexit, gc, json, os, signal, sys, threading, time
 from pathlib import Path
 import accelerate, datasets, matplotlib.pyplot, matplotlib_inline.backend_inline, peft, PIL.Image, pydantic.main, torch, transformers, transformers.models.llama.modeling_llama, typer.rich_utils
 from nbdev.test import test_nb
 matplotlib_inline.backend_inline.display = lambda figure, **_: figure.canvas.draw()  # once, not three times: each is thrown away
 gc.freeze()
+imported = time.process_time()
 for line in sys.stdin:
     job = json.loads(line)
     pid = os.fork()
@@ -83,7 +84,8 @@ for line in sys.stdin:
         threading._shutdown(), atexit._run_exitfuncs()  # as at the end of an interpreter, but for half a CPU second in which it takes itself apart
         sys.stdout.flush(), sys.stderr.flush()
         os._exit(not good)
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+    _, status, used = os.wait4(pid, 0)
+    print(os.waitstatus_to_exitcode(status), imported + used.ru_utime + used.ru_stime, flush=True)
 """
 KERNEL = """
 import sys, nbformat
@@ -92,6 +94,8 @@ nb = nbformat.read(sys.argv[1], 4)
 NotebookClient(nb, timeout=240, kernel_name="python3", resources={"metadata": {"path": sys.argv[2]}}).execute()
 """
 
+
+LIVE = 60  # CPU seconds on one thread that a lesson or a lab may take, starting Python included
 
 SETTINGS = {
     "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
@@ -119,11 +123,13 @@ def forks() -> Iterator[subprocess.Popen[str]]:
         process.stdin.close()
 
 
-def run_forked(forks: subprocess.Popen[str], path: Path, cwd: Path, told: Path) -> None:
+def run_forked(forks: subprocess.Popen[str], path: Path, cwd: Path, told: Path) -> float:
+    """Returns the CPU seconds that the notebook took, imports included."""
     assert forks.stdin is not None and forks.stdout is not None
     print(json.dumps({"path": str(path), "cwd": str(cwd), "told": str(told)}), file=forks.stdin, flush=True)
-    code = forks.stdout.readline().strip() or "the process that forks has died"
+    code, _, used = (forks.stdout.readline().strip() or "the process that forks has died").partition(" ")
     assert code == "0", f"{path.name}: {code}\n{told.read_text(errors='replace')[-6000:] if told.exists() else ''}"
+    return float(used)
 
 
 def marked(paths: list[Path]) -> list[Any]:
@@ -134,7 +140,10 @@ def marked(paths: list[Path]) -> list[Any]:
 @pytest.mark.parametrize("path", marked([p for p in ALL if p not in TUTORIALS]))
 def test_module_notebook(path: Path, tmp_path: Path, forks: subprocess.Popen[str]) -> None:
     cwd = tmp_path if path.parent.name in ("course", "solutions") else NBS
-    run_forked(forks, path, cwd, tmp_path / "told.txt")
+    used = run_forked(forks, path, cwd, tmp_path / "told.txt")
+    if path.parent.name == "course":
+        print(f"{path.stem}: {used:.0f} CPU seconds")
+        assert used <= LIVE, f"a lesson runs live within {LIVE} CPU seconds on one thread; this one took {used:.0f}"
 
 
 @pytest.mark.parametrize("path", marked(TUTORIALS))

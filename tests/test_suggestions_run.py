@@ -41,7 +41,7 @@ TOKEN = "hf_" + "t" * 30
 SMALL = ["steps=1", "epochs=null", "console=false", "token_budget=2048", "data.eval_size=null", "data.max_cut=1"]
 DRAWN = ["mini_batch_size=8", "rollout_batch_size=8", "sampling.max_new_tokens=8"]
 REFUSED: dict[str, str] = {  # the beginning of a line, and what it must say here
-    "run --config run_all.yaml --gates strict": "didn't pass its gate", "get owner/name": "HF_HUB_OFFLINE forbids",
+    "run --config run_all.yaml --gates strict": "didn't pass its gate", "ppo --config t4_ppo": "'fp16' was asked for", "get owner/name": "HF_HUB_OFFLINE forbids",
     "feedback feedback.jsonl --export pairs.jsonl --scrub": "pip install presidio-analyzer",
     "rlaif model.name_or_path=runs/sft/model data.path=prompts.jsonl judge.endpoint.url": "Is the server up at this address?",
     "rlaif judge.endpoint.url=http": "Is the server up at this address?", "eval sums --suite sums url=http": "Is the server up at this address?", "plan grpo model.name_or_path=Qwen/": "no hub name that can be reached", "data owner/name": "HF_HUB_OFFLINE",
