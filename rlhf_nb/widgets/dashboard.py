@@ -24,7 +24,7 @@ from .html import escape
 from .kernel import Pump, front_end, in_notebook
 from .panels import LAYOUT, control_text, group_panels, remedy, still, words_html
 from .reader import RunReader, open_runs
-from .runs import moments
+from .runs import answers_at_steps
 from .touch import charts_html, code_html, live_html, live_place
 
 # %% auto #0
@@ -323,7 +323,7 @@ class Dashboard:
             return
         place, reply = self.page.places[2] if self.page else "", self.requests.reply
         target, lights = self.target, health_of(self.target)
-        told: dict[str, Any] = {"smoothing": self.smoothing, "moments": moments(self.readers, self._said)}
+        told: dict[str, Any] = {"smoothing": self.smoothing, "moments": answers_at_steps(self.readers, self._said)}
         knobs.words.value = words_html(self.readers, lights, self.requests.answer)
         knobs.offer(remedy(x, target) for x in sorted(lights, key=lambda x: x.state != "bad"))
         knobs.data.value = live_html(place, group_panels(self.readers, self.group, None), **told)
@@ -357,7 +357,7 @@ class Dashboard:
         if self._with_widgets():
             image = f'<img alt="curves" src="data:image/png;base64,{picture.pop("image/png")}">'
             panels = group_panels(self.readers, self.group, None)
-            told: dict[str, Any] = {"smoothing": self.smoothing, "moments": moments(self.readers)}
+            told: dict[str, Any] = {"smoothing": self.smoothing, "moments": answers_at_steps(self.readers)}
             picture["text/html"] = charts_html(panels, image, **told) + code_html()
         for data, place in zip((picture, {"text/html": table, "text/plain": text}), places):
             display(data, raw=True, **({"display_id": place, "update": True} if place else {}))

@@ -33,7 +33,7 @@ from .touch import chart_data, code_html, inert_json
 
 # %% auto #0
 __all__ = ['remarks_of', 'Pool', 'pooled_by_seed', 'experiments', 'paired_differences', 'answer_row', 'event_text',
-           'settings_compared', 'answers_compared', 'moments', 'RunComparison', 'Runs', 'runs_told']
+           'settings_compared', 'answers_compared', 'answers_at_steps', 'RunComparison', 'Runs', 'runs_told']
 
 # %% ../../nbs/widgets/runs.ipynb #329853aa
 _NUMBERS: dict[str, str] = table_of("widgets/panels.yaml")["numbers"]
@@ -261,7 +261,7 @@ def answers_compared(readers: Sequence[RunReader], step: int | None = None, most
     return [{"prompt": prompt, "answers": answers} for prompt, answers in found[:most]]
 
 
-def moments(
+def answers_at_steps(
     readers: Sequence[RunReader], told: dict[int, list[dict[str, Any]]] | None = None, most: int = 3
 ) -> list[dict[str, Any]]:
     """Answers for a page that can't ask for more: of some sampled steps from first to last, oldest first.
@@ -338,7 +338,10 @@ class RunComparison:
             still: HTML that is seen where scripts are off.
             answers: as of `data`.
         """
-        more = {"line": "", "moments": moments(self.readers)}  # it may be sent to others: no path of this machine
+        more = {
+            "line": "",
+            "moments": answers_at_steps(self.readers),
+        }  # it may be sent to others: no path of this machine
         told = inert_json(self.data(answers=answers) | more)
         data = f'<script type="application/json">{told}</script>'
         return f'<div class="rc-compare"><div class="rc-still">{still}</div>{data}</div>'
