@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 import warnings
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from rlhf_nb.core import ConfigError, RewardError
 from rlhf_nb.data import toy
 from rlhf_nb.rollout import workers as rollout_workers
 from rlhf_nb.rollout.backends import OurSampler
+from rlhf_nb.rollout.ray import OnRay
 from rlhf_nb.run.log import read_metrics
 from rlhf_nb.train.grpo import GRPOConfig, GRPOTrainer
 
@@ -265,17 +267,157 @@ def test_a_worker_that_cannot_be_started(
     where: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rollout_workers, "CONTEXT", NoPlace(where, OSError(code, os.strerror(code))))
-    parts = lambda: (torch.nn.Linear(1, 1), OurSampler(), None, None)
-    crew = rollout_workers.Workers(2, 2, parts)
-    crew.publish(0)
-    job = rollout_workers._Job(None, None, 0, torch.arange(1), [])
-    thread = threading.Thread(target=crew._tend, args=(0, crew.crew), daemon=True)
-    thread.start()
-    crew.crew.jobs.put(job)
     with pytest.raises(RewardError, match=f"could not be started: .*{os.strerror(code)}"):
-        job.answer.result(30)
+        asked(None)
+
+
+def asked(place: Any) -> Any:
+    """What becomes of a job of three prompts."""
+    crew = rollout_workers.Workers(2, 2, lambda: (torch.nn.Linear(1, 1), OurSampler(), None, None), place)
+    crew.publish(0)
+    job = rollout_workers._Job(None, None, 0, torch.arange(3), [])  # type: ignore[arg-type]
+    thread = threading.Thread(target=crew._tend, args=(0, crew.crew), daemon=True)
+    crew.crew.threads.append(thread)  # type: ignore[union-attr]
+    thread.start()
+    crew.crew.jobs.put(job)  # type: ignore[union-attr]
+    try:
+        return job.answer.result(30)
+    finally:
+        crew.close()
+        assert not thread.is_alive()
+
+
+def fails_in_a_worker(how: str) -> OurSampler:
+    """A sampler, or in a worker a fault while it is unpickled."""
+    if multiprocessing.parent_process() is not None:
+        if how == "exit":
+            os._exit(3)
+        raise ImportError("only here")
+    return OurSampler()
+
+
+class Unmade(OurSampler):
+    """A sampler that can't be made in a worker."""
+
+    how = "import"
+
+    def __reduce__(self) -> Any:
+        return fails_in_a_worker, (self.how,)
+
+
+@pytest.mark.parametrize(
+    ("how", "deaths", "sentence"),
+    [
+        ("import", 0, r"a worker can't be made \(ImportError: only here\)"),
+        ("exit", 3, "a worker could not be started: with exit code 3, after 3 tries: "),
+    ],
+)
+def test_a_worker_that_cannot_be_made(how: str, deaths: int, sentence: str, tmp_path: Path) -> None:
+    """No prompt is blamed, nothing is halved, and it is said after three starts at most."""
+    t = drawn_by("grpo", tmp_path, 0, 1, sampler := Unmade(), rollout_batch_size=32, mini_batch_size=32)
+    sampler.how = how
+    with pytest.raises(RewardError, match=sentence) as error:
+        t.fit()
+    assert "The prompt is" not in str(error.value) and t.method.rollouts.workers.deaths == deaths and not running()
+
+
+class Broken:
+    """A worker whose machinery fails with it, and the place where it is."""
+
+    ready = True
+    memory = rollout_workers.OnThisMachine.memory
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def start(self, *_: Any) -> Any:
+        return self
+
+    def close(self) -> None:
+        pass
+
+    def ask(self, *_: Any) -> Any:
+        raise EOFError
+
+    def end(self) -> Any:
+        raise ValueError("no such actor")
+
+    stop = end
+
+
+def test_the_learner_hears_of_a_worker_that_cannot_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    with pytest.raises(ValueError, match="no such actor"):
+        asked(Broken())
+    crew = rollout_workers.Workers(2, 2, lambda: (torch.nn.Linear(1, 1), OurSampler(), None, None), Broken())
+    crew.publish(0)
+    crew.crew.workers.update({k: Broken() for k in range(2)})  # type: ignore[union-attr]
+    monkeypatch.setattr(Broken, "stop", lambda self: (stopped.append(self), self.end()))
+    stopped = list[Broken]()
     crew.close()
-    thread.join(0.01)
+    assert len(stopped) == 2
+
+
+class RayError(Exception):
+    """Of `NoRay`."""
+
+
+class GetTimeoutError(RayError):
+    """Of `NoRay`."""
+
+
+class NoRay:
+    """In the place of the package ray: calls fail, and so does the end of an actor."""
+
+    exceptions = types.SimpleNamespace(RayError=RayError, GetTimeoutError=GetTimeoutError)
+    fault, where = RayError(), ""
+    is_initialized = put = shutdown = lambda *_: None
+
+    def init(self, where: str, **_: Any) -> None:
+        self.where = where
+
+    def remote(self, **_: Any) -> Any:
+        pid = types.SimpleNamespace(remote=lambda: None)
+        return lambda kind: types.SimpleNamespace(remote=lambda *_: types.SimpleNamespace(pid=pid))
+
+    def get(self, *_: Any, timeout: float) -> None:
+        raise self.fault
+
+    def kill(self, actor: Any) -> None:
+        raise ValueError("no such actor")
+
+
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [
+        (GetTimeoutError(), "^no node of Ray had a free core for an actor in 300 s; .*rollouts.workers"),
+        (
+            RayError("in its creation task: x: a worker can't be made (Oh: no). So."),
+            r"^a worker can't be made \(Oh: no",
+        ),
+        (
+            RayError("Worker exit detail: End of file."),
+            r"^a worker could not be started: \(End of file\), after 3 tries",
+        ),
+    ],
+)
+def test_an_actor_that_does_not_begin(fault: Exception, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", ray := NoRay())  # type: ignore[arg-type]
+    ray.fault = fault
+    with pytest.raises(RewardError, match=sentence):
+        asked(OnRay("ray://here:1", 1))
+
+
+@pytest.mark.parametrize(
+    ("given", "tried"), [("ray://host:10001", []), ("", []), ("[::1]:6379", [("::1", 6379)]), ("a:1", [("a", 1)])]
+)
+def test_addresses_that_ray_takes(given: str, tried: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = list[Any]()
+    monkeypatch.setattr("socket.create_connection", lambda at, _: found.append(at) or open(os.devnull))
+    monkeypatch.setitem(sys.modules, "ray", ray := NoRay())  # type: ignore[arg-type]
+    monkeypatch.setenv("RAY_ADDRESS", given)
+    OnRay("auto", 1).memory({}, 2, {})
+    assert ray.where == (given or "auto") and found == tried
 
 
 def test_no_more_workers_than_prompts(tmp_path: Path) -> None:

@@ -15,12 +15,13 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..core import ConfigError
+from ..core import ConfigError, RewardError
 from .workers import Drawer
 
 # %% auto #0
@@ -96,7 +97,7 @@ class RayWorker:
     """
 
     def __init__(self, memory: StoredWeights, sent: bytes) -> None:
-        self.ray, self.memory, self.pid, self.how = memory.ray, memory, 0, ""
+        self.ray, self.memory, self.pid, self.ready, self.how = memory.ray, memory, 0, False, ""
         kind = self.ray.remote(num_cpus=1, max_restarts=0, max_task_retries=0)(DrawingActor)
         self.actor = kind.remote(sent, memory.kept[max(memory.kept)], memory.fixed)
 
@@ -105,27 +106,32 @@ class RayWorker:
 
         Raises:
             EOFError: it has ended.
+            RewardError: it can't be made, or no core was free.
         """
         try:
-            self.pid = self.pid or self.ray.get(self.actor.pid.remote(), timeout=_CORE_SECONDS)
+            if not self.ready:
+                self.pid, self.ready = self.ray.get(self.actor.pid.remote(), timeout=_CORE_SECONDS), True
             weights = self.memory.kept[version]
             return pickle.loads(self.ray.get(self.actor.answer.remote(message, weights.hex(), weights)))
         except self.ray.exceptions.GetTimeoutError as e:
-            self.how = f"before it began: no node had a free core for it in {_CORE_SECONDS:g} s"
-            raise EOFError from e
+            hint = "each takes one core for the whole run. Lower rollouts.workers, or start more nodes."
+            raise RewardError(f"no node of Ray had a free core for an actor in {_CORE_SECONDS:g} s; {hint}") from e
         except self.ray.exceptions.RayError as e:
             self.how = " ".join(str(e).split())
+            if "creation task" in self.how:
+                raise RewardError("a worker can't be made " + self.how.rpartition("can't be made ")[2][-500:]) from e
             raise EOFError from e
 
     def stop(self) -> None:
         """End it at once."""
-        self.ray.kill(self.actor)
+        with suppress(Exception):  # of a Ray that is gone
+            self.ray.kill(self.actor)
 
     def end(self) -> tuple[str, bool]:
         """As of `OwnProcess`."""
         self.stop()
         how = (self.how.partition("Worker exit detail: ")[2] or self.how)[:200].rstrip(". ")
-        return f"({how})", not any(x in self.how for x in ("exit code", "creation task"))
+        return f"({how})", "exit code" not in self.how
 
 # %% ../../nbs/rollout/ray.ipynb #5e77000a
 class OnRay:
@@ -176,12 +182,12 @@ class OnRay:
             )  # sockets: short
             how |= {"num_cpus": self.count, "include_dashboard": False, "object_store_memory": size}
             how |= {"_temp_dir": self.folder, "_system_config": {"worker_niceness": 0}}  # (Ray's own are nicer by 15)
-        where = os.environ.get("RAY_ADDRESS", "auto") if self.address == "auto" else self.address
+        where = (os.environ.get("RAY_ADDRESS") or "auto") if self.address == "auto" else self.address
         ends = signal.getsignal(signal.SIGTERM)  # Ray would take it over
         try:
-            if where not in ("local", "auto"):  # Ray would try for minutes
+            if where not in ("local", "auto") and "://" not in where:  # Ray would try for minutes
                 host, _, port = where.rpartition(":")
-                socket.create_connection((host, int(port)), 10).close()
+                socket.create_connection((host.strip("[]"), int(port)), 10).close()
             self.ray.init(where, **how)
             self.began = True
         except Exception as e:  # of many kinds

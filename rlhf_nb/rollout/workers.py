@@ -182,12 +182,19 @@ class Drawer:
         sent: by `Workers.pack`.
         own: weights that train, by name; they are copied.
         fixed: all else of the model; shared.
+
+    Raises:
+        RewardError: it can't be made.
     """
 
     def __init__(self, sent: bytes, own: Mapping[str, Tensor], fixed: Mapping[str, Tensor]) -> None:
         torch.set_num_threads(1)
-        self.own, self.has = {k: nn.Parameter(x.clone()) for k, x in own.items()}, ()
-        self.model, self.sampler, self.tokenizer, self.adapter = unpacked(sent, self.own | dict(fixed))
+        try:
+            self.own, self.has = {k: nn.Parameter(x.clone()) for k, x in own.items()}, ()
+            self.model, self.sampler, self.tokenizer, self.adapter = unpacked(sent, self.own | dict(fixed))
+        except Exception as e:
+            hint = "It imports modules anew: let it find what this process found, or set rollouts.workers=0."
+            raise RewardError(f"a worker can't be made ({type(e).__name__}: {str(e):.200}). {hint}") from e
 
     def answer(self, message: bytes, fetch: Callable[[], tuple[Mapping[str, Tensor], Any]]) -> bytes:
         """Draw.
@@ -234,14 +241,19 @@ def worker_process(conn: Any, memory: _Memory) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     moving, fixed = memory
     with suppress(EOFError, OSError):
-        drawer = Drawer(conn.recv_bytes(), moving.named(moving.memory[0]), fixed.named(fixed.memory[0]))
+        sent = conn.recv_bytes()
+        try:
+            drawer = Drawer(sent, moving.named(moving.memory[0]), fixed.named(fixed.memory[0]))
+        except RewardError as e:
+            return conn.send(e)  # type: ignore[no-any-return]
+        conn.send(None)
         while True:
             message, version = conn.recv()
             conn.send_bytes(drawer.answer(message, partial(_fetch, moving, version)))
 
 # %% ../../nbs/rollout/workers.ipynb #5e73000d
 CONTEXT: Any = multiprocessing.get_context("spawn")  # processes that begin anew, and inherit no threads or locks
-_CRASHES, _ENDS = 3, 8  # of workers over one prompt: of those that ended themselves, and of all
+_CRASHES, _ENDS = 3, 8  # of workers over one prompt: of those that ended themselves or never began, and of all
 _PAUSE, _LONGEST = 0.1, 10.0  # seconds before the second start in a row, doubled for each further one
 
 
@@ -257,6 +269,7 @@ class _Job:
     answer: Future[Drawn] = field(default_factory=Future)
     ends: int = 0  # of workers over these prompts
     crashes: int = 0  # those that weren't ended from outside
+    starts: int = 0  # that failed
 
     def halve(self) -> _Job:
         """Leave half of the prompts to another job, which is returned."""
@@ -308,7 +321,7 @@ class OwnProcess:
             finally:
                 sys.modules["__main__"] = main
         there.close()
-        self.sent: bytes | None = sent
+        self.sent, self.ready = sent, False
 
     @property
     def pid(self) -> int:
@@ -320,10 +333,13 @@ class OwnProcess:
 
         Raises:
             EOFError, OSError: it has ended.
+            RewardError: it can't be made.
         """
-        if self.sent is not None:
+        if not self.ready:
             self.conn.send_bytes(self.sent)
-            self.sent = None
+            if (fault := self.conn.recv()) is not None:
+                raise fault
+            self.ready = True
         self.conn.send((message, version))
         return self.conn.recv()
 
@@ -441,9 +457,9 @@ class Workers:
             except (EOFError, OSError) as e:
                 worker, ends = None, ends + 1
                 self._ended(job, crew, crew.workers.pop(k, None), e)
-            except Exception as e:  # it could not be started, or its answer can't be read
+            except Exception as e:  # it can't be made, or its answer can't be read
                 job.answer.set_exception(e)
-            crew.busy += time.monotonic() - crew.since.pop(k)
+            crew.busy += time.monotonic() - crew.since.pop(k, time.monotonic())  # `idle` may have missed it
             if ends > 1:
                 crew.closed.wait(min(_LONGEST, _PAUSE * 2 ** (ends - 2)))
         if k in crew.workers:
@@ -456,18 +472,27 @@ class Workers:
             worker: that has ended; None: it could not be started.
             e: what was noticed.
         """
-        how, outside = (f"could not be started: {e}", True) if worker is None else worker.end()
+        try:
+            how, outside = (str(e), True) if worker is None else worker.end()
+        except Exception as fault:  # of another's machinery; the learner waits
+            return job.answer.set_exception(fault)
         if crew.closed.is_set():
             return job.answer.set_exception(RunError("the run ended while answers were being drawn."))
         self.deaths += 1
-        job.ends, job.crashes = job.ends + 1, job.crashes + (not outside)
-        if worker is not None and len(job.rows) > 1 and job.ends > 1:
-            crew.jobs.put(job.halve())  # which of them was it? And half of them need less memory
-        elif job.ends >= _ENDS or job.crashes >= _CRASHES:
-            said = f"a worker ended {job.ends} times over the same prompts, the last time {how}"
-            asked = f" The prompt is {job.request.prompts.prompts[0]!r:.200}." if worker else ""
-            why = "too little memory, a limit of processes, or a tool that ends its own"
-            return job.answer.set_exception(RewardError(f"{said}: {why}.{asked}"))
+        said, why = "", "too little memory, a limit of processes, or"
+        if worker is None or not worker.ready:  # it says nothing about the prompts
+            job.starts += 1
+            if job.starts >= (_ENDS if worker is None else _CRASHES):
+                said = f"a worker could not be started: {how}, after {job.starts} tries: {why} a module that ends it."
+        else:
+            job.ends, job.crashes = job.ends + 1, job.crashes + (not outside)
+            if len(job.rows) > 1 and job.ends > 1:
+                crew.jobs.put(job.halve())  # which of them was it? And half of them need less memory
+            elif job.ends >= _ENDS or job.crashes >= _CRASHES:
+                said = f"a worker ended {job.ends} times over the same prompts, the last time {how}: {why} a tool that "
+                said += f"ends its own. The prompt is {job.request.prompts.prompts[0]!r:.200}."
+        if said:
+            return job.answer.set_exception(RewardError(said))
         crew.jobs.put(job)
 
     def idle(self) -> float:
@@ -490,7 +515,8 @@ class Workers:
         for _ in crew.threads:
             crew.jobs.put(None)
         for worker in [*crew.workers.values()]:
-            worker.stop()
+            with suppress(Exception):
+                worker.stop()
         for thread in crew.threads:
             thread.join()
         while not crew.jobs.empty():  # put back at the last moment
