@@ -103,8 +103,8 @@ def _with_files(config: TextConfig, begun: Sequence[Path]) -> TextConfig:
         found = [p / value for p in begun if (p / value).exists() or (known and Path(value).is_file())]
         if len(found) > 1:
             raise RunError(
-                f"the run's {key} {value} may be {found[0]} or {found[1]}, since its log doesn't say in which folder it "
-                "was started: fork it from that folder."
+                f"the run's {key} {value} may be {found[0]} or {found[1]}, since its log doesn't say in which folder "
+                "it was started: fork it from that folder."
             )
         if found and not known:
             why = "the run's log doesn't say in which folder it was started"
