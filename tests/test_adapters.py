@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -155,6 +157,40 @@ def test_verifiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ConfigError, match="taskset is 'no_such', and verifiers can't load it: taskset 'no_such' not found"
     ):
         Verifiers("no_such")
+
+
+MIXED = (
+    TASKSET.replace("NEEDS\n", "False\n")
+    + """
+class Boxed(SumTask):
+    NEEDS_CONTAINER = True
+
+
+class Mixed(Sums):
+    def load(self):
+        LOADED.append(self)
+        yield from super().load()
+        if self.config.id == "last-boxed":
+            yield Boxed(Sum(prompt="?", answer="0"), self.config.task)
+"""
+)
+
+
+def test_verifiers_reads_a_taskset_once_and_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many episodes begin at the same time."""
+    pytest.importorskip("verifiers")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("once_read", "last_boxed"):
+        text = MIXED.replace('__all__ = ["Sums"]', '__all__ = ["Mixed"]\nLOADED = []')
+        (tmp_path / f"{name}.py").write_text(text)
+    with ThreadPoolExecutor(8) as pool:
+        games = list(pool.map(lambda _: Verifiers("once-read"), range(16)))
+    assert len(sys.modules["once_read"].LOADED) == 1 and Verifiers("once-read", most=3).tasks != games[0].tasks
+    for task in (-1, 50):
+        with pytest.raises(ConfigError, match=f"column task is {task}, and the taskset has the tasks 0 to 49"):
+            games[0].reset({"task": task}, 5)
+    with pytest.raises(ConfigError, match="needs a container"):
+        Verifiers("last-boxed")
 
 
 def test_a_run_learns_from_a_game(tmp_path: Path) -> None:

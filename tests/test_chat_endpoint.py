@@ -34,8 +34,12 @@ class Stub(BaseHTTPRequestHandler):
         if body["messages"][0]["content"].startswith("You play"):
             turns = sum(m["role"] == "assistant" for m in body["messages"])
             text = "And what do owls eat?" if turns < 2 else "GOODBYE"
-        message = {"role": "assistant", "content": text}
-        said = {"choices": [{"message": message, "finish_reason": "stop"}], "usage": {"completion_tokens": 4}}
+        message = {
+            "role": "assistant",
+            "content": [{"type": "text", "text": text}] if body["model"] == "parts" else text,
+        }
+        said: dict[str, Any] = {"choices": [{"message": message, "finish_reason": "stop"}]}
+        said |= {} if body["model"] == "silent" else {"usage": {"completion_tokens": 4}}
         type(self).fails -= 1
         data = json.dumps(said).encode()
         self.send_response(503 if type(self).fails >= 0 else 200)
@@ -96,10 +100,40 @@ def test_a_server_is_evaluated(url: str, tmp_path: Path, monkeypatch: pytest.Mon
     assert sorted(b["seed"] for b in drawn) == [5] * 3 + [6] * 3 and {b["top_p"] for b in drawn} == {0.9}
 
 
+RULES = """
+def shorter(prompts, completions):
+    return [-len(c) for c in completions]
+
+def ids(prompts, completions, completion_ids):
+    return [len(x) for x in completion_ids]
+"""
+
+
+def test_lengths_that_a_server_does_not_say_are_unknown(url: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """And text in parts is read; what a server said is compared without its tokenizer."""
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"What is {i} + 1?", "answer": i + i % 2} for i in range(12)]
+    Path("plus.yaml").write_text(f"name: plus\nrule: {{verify: number}}\nrows: {json.dumps(rows)}\n")
+    Path("rules.py").write_text(RULES)
+    for model in ("silent", "parts"):
+        line = ["eval", model, "--suite", "plus.yaml", f"url={url}", f"output_dir={model}"]
+        call(*line, "concurrency=3", "timeout=9")
+    silent, parts = Results.load("silent/results.json"), Results.load("parts/results.json")
+    assert "length" not in silent.metrics and {r.length for r in silent.rows} == {None}
+    assert parts.metrics["length"].value == 4 and parts.metrics["score"].value == silent.metrics["score"].value == 0.5
+    assert '["It is 12."]' in Path("parts/answers.jsonl").read_text()
+    call("compare", "silent", "parts", "output_dir=both", "judge_rule={file: rules.py, fn: shorter}")
+    (pair,) = json.loads(Path("both/compare.json").read_text())["pairs"]
+    assert pair["length_controlled"] is None and pair["win_rate"]["value"] == 0.5
+    shown = call("compare", "silent", "parts", "output_dir=no", "judge_rule={file: rules.py, fn: ids}", code=1)
+    assert "judge_rule: file: rules.py, fn: ids reads token ids" in " ".join(shown.split())
+
+
 REFUSED = [
     (["decoder=best_of_n:2"], "decoder needs the model:"),
     (["raw=true"], "raw needs the model:"),
     (["'measures=[{verify: length, target: 9, width: 3}]'"], "reads token ids, and a server"),
+    (["measures=[{file: rules.py, fn: ids}]"], "fn: ids reads token ids, and a server"),
     (["url=ftp://x"], "url: "),
 ]
 
@@ -108,6 +142,7 @@ REFUSED = [
 def test_what_a_server_cannot_do(words: list[str], sentence: str, url: str, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     Path("plus.yaml").write_text(SUITE)
+    Path("rules.py").write_text(RULES)
     words = [w.strip("'") for w in words]
     shown = call("eval", "some", "--suite", "plus.yaml", f"url={url}", *words, code=1)
     assert sentence in " ".join(shown.split()) and not Stub.heard

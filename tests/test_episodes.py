@@ -26,7 +26,7 @@ import transformers
 from command import call
 
 from rlhf_nb.config import SamplingConfig
-from rlhf_nb.core import ConfigError, DataError, derive_seed
+from rlhf_nb.core import ConfigError, DataError, Stopped, derive_seed, stoppable
 from rlhf_nb.data import toy
 from rlhf_nb.data.sources import collate_prompts
 from rlhf_nb.data.templates import make_chat_template
@@ -455,6 +455,32 @@ def test_environments_are_closed_once_whatever_happened_and_have_rows_of_their_o
             assert isinstance(inner, Stops)
         assert len(closed) == 6 and len({id(e) for e in closed}) == 6
         assert all(e.left == 2 for e in closed) and prompts.columns["todo"] == [[1, 2, 3]] * 2
+
+
+def test_a_stop_waits_for_environments_to_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All at the same time, and not for ever: what they hold (containers, browsers) would be left behind."""
+    closed, reason, last = list[Any](), [""], [0.3]
+
+    class Hangs(Chat):
+        async def step(self, turn: Turn) -> Step:
+            reason[0] = "interrupted"
+            await asyncio.sleep(20)
+            return Step(done=True)
+
+        def close(self) -> None:
+            time.sleep(last[0])
+            closed.append(self)
+
+    sampler = Episodes(OurSampler(), environment_kinds(Hangs), EpisodeConfig(), tok, 256)
+    prompts = collate_prompts(sampler.tokenize(toy.train_prompts(2, 3)), 0)
+    how: dict[str, Any] = {"tokenizer": tok, "seed": 5, "num_samples": 3, "eos": ENDS}
+    for seconds, count in ((0.3, 6), (30.0, 0)):
+        closed.clear()
+        reason[0], last[0], begun = "", seconds, time.monotonic()
+        with stoppable(lambda: reason[0]), pytest.raises(Stopped):
+            sampler.generate(MODEL, prompts, SamplingConfig(max_new_tokens=8), **how)
+        assert len(closed) == count and time.monotonic() - begun < 10
+        monkeypatch.setattr(module, "_CLOSING", 0.5)
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,33 @@ def test_files_are_found_from_another_folder(absolute: bool, tmp_path: Path, mon
     assert [c.partition(":")[0] for c in made.changes] == ["optimizer.lr"]
 
 
+def test_a_fork_takes_no_other_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the folder in which the run was started, whatever lies above the run or here; without a record of it the
+    only ones above, with a note."""
+    for name in ("proj", "store", "else"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rows.jsonl").write_text(f'{{"prompt": "Who?", "completion": "{name}."}}\n' * 8)
+    monkeypatch.chdir(tmp_path / "proj")
+    run, more = tmp_path / "store" / "runs" / "a", {"steps": 2, "save_every": 1, "data": {"path": "rows.jsonl"}}
+    run_stage(SFTConfig.preset("toy", output_dir=str(run), **{**SMALL, **more}))
+    monkeypatch.chdir(tmp_path / "else")
+
+    def taken(to: str) -> str:
+        return str(settings_of(prepare_fork(run, 1, [], tmp_path / to).folder)[1].data.path)
+
+    assert taken("1") == str(tmp_path / "proj" / "rows.jsonl")
+    (tmp_path / "proj" / "rows.jsonl").unlink()
+    assert taken("2") == str(tmp_path / "proj" / "rows.jsonl"), "not those that happen to be here"
+    log = run / "metrics.jsonl"
+    log.write_text(log.read_text().replace('"begun_in"', '"of_old"'))
+    (tmp_path / "else" / "rows.jsonl").unlink()
+    with pytest.warns(UserWarning, match="path rows.jsonl is taken to be .*store/rows.jsonl, the only one above"):
+        assert taken("3") == str(tmp_path / "store" / "rows.jsonl")
+    shutil.copy(tmp_path / "store" / "rows.jsonl", tmp_path)
+    with pytest.raises(RunError, match="path rows.jsonl may be .*store/rows.jsonl or .*/rows.jsonl, since its log"):
+        taken("4")
+
+
 def test_a_fork_that_was_killed_while_it_was_made_is_no_run(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -246,7 +246,7 @@ def rollout(scores: list[float], finished: tuple[bool, ...]) -> Rollout:
 class Scores:
     """Rewards that are known, none of them at a step."""
 
-    steps = None
+    steps, fns = None, ()
 
     def __init__(self, scores: list[float]) -> None:
         self.scores = torch.tensor(scores)

@@ -116,6 +116,16 @@ def test_the_command(tmp_path: Path) -> None:
     assert empty.exit_code == 1 and "has no step after the first 2" in " ".join(empty.output.split())
 
 
+def test_odd_steps_are_left_out(tmp_path: Path) -> None:
+    """A step that did nothing but wait, and an old one that drew for longer than it took."""
+    fine = {"type": "step", "perf/step_s": 3.0, "perf/generate_s": 1.0, "perf/wait_rewards_s": 1.0}
+    waits = {"type": "step", "perf/step_s": 2.0, "perf/workers_s": 2.0, "perf/wait_answers_s": 2.0}
+    old = {"type": "step", "perf/step_s": 3.0, "perf/generate_s": 4.0, "perf/collect_s": 9.0}
+    each = [fine, fine, fine, waits, old, fine]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(e | {"step": i}) + "\n" for i, e in enumerate(each, 1)))
+    assert step_times(tmp_path) == [StepTimes(1.0, 0.0, 0.0, 1.0, 1.0)] * 2 and overlap_table(tmp_path, 2)
+
+
 ODD = [
     {k: x for k in ("perf/generate_s", "perf/step_s", "perf/collect_s")}
     for x in (0.0, 1e-12, -1.0, 1e300, 10**400, "x", None, [1])

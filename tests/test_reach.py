@@ -46,7 +46,7 @@ def reached(graph: dict[str, set[str]], roots: Iterable[str]) -> set[str]:
 
 def graph_of(package: Path) -> dict[str, set[str]]:
     """`imports`, with what is imported by its name in a string, and without empty packages."""
-    graph = imports(package)
+    graph = {name: set(found) for name, found in imports(package).items()}
     for name in graph:
         path = (package / name.replace(".", "/")).with_suffix(".py")
         if path.exists():

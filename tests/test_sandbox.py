@@ -22,6 +22,23 @@ from rlhf_nb.sandbox import runner
 from rlhf_nb.sandbox.runner import Sandbox, SandboxResult
 from rlhf_nb.types import Completions, Rollout
 
+LEAVES = """
+import glob, tempfile, threading, time
+from rlhf_nb.sandbox.runner import Sandbox
+box = Sandbox(timeout_s=60, programs_may_escape=True)
+threading.Thread(target=box.run, args=("import time; time.sleep(60)",), daemon=True).start()
+while not glob.glob(tempfile.gettempdir() + "/sandbox-*"):
+    time.sleep(0.01)
+"""
+
+
+def test_an_exit_that_waits_for_no_program_leaves_no_folder(tmp_path: Path) -> None:
+    """As after a Ctrl-C: the thread that would remove it is gone."""
+    env = os.environ | {"TMPDIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", LEAVES], env=env, check=True, timeout=120)
+    assert not list(tmp_path.glob("sandbox-*"))
+
+
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the sandbox needs POSIX limits")
 TESTS = ("assert add(2, 3) == 5", "assert add(-1, 1) == 0")
 RIGHT = "def add(a, b): return a + b\n"

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from rlhf_nb.cli.main import app
 from rlhf_nb.core import ConfigError
-from rlhf_nb.scale.simulate import Hazards, simulate_run
+from rlhf_nb.scale.predict import named_gpu
+from rlhf_nb.scale.simulate import Hazards, simulate_run, simulated_hours
+from rlhf_nb.scale.topology import DecoderShape, Job
 
 
 @pytest.mark.parametrize("drawers", [0, 3])
@@ -24,6 +27,42 @@ def test_shares_add_up_and_the_end_is_kept(drawers: int, seed: int) -> None:
     assert 30.0 <= run.hours < 30.2 and run.seconds > 0.4 * 5 * (3 / 8 if drawers else 1)
     other = simulate_run(5.0, 4.0, 8, steps=50, drawers=drawers, lag=1, every=7, hazards=hazards, seed=seed)
     assert other.steps == 50
+
+
+def test_no_share_is_negative() -> None:
+    for drawers in (0, 1, 4, 7):
+        for lag in (0, 1, 4):
+            for draw, learn, sent, every in ((10.0, 1.0, 0.0, 1), (1.0, 10.0, 3.0, 1), (3.0, 3.0, 1.0, 9)):
+                hazards = Hazards(between=100.0, spread=0.05)
+                run = simulate_run(
+                    draw,
+                    learn,
+                    8,
+                    steps=400,
+                    drawers=drawers,
+                    lag=lag,
+                    sent=sent,
+                    save=5.0,
+                    every=every,
+                    hazards=hazards,
+                )
+                assert min(run[3:]) > -1e-9, (drawers, lag, draw, run)
+
+
+def test_short_steps_fill_the_hours(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = DecoderShape(layers=4, hidden=256, inner=512, heads=4, kv_heads=4, head_dim=64, vocab=1000)
+    job, gpu = Job("grpo", prompt=64, completion=64, mini_batch=64, rollout_batch=64), named_gpu("h100")
+    rows = []
+    for most in (20_000, 1000):
+        monkeypatch.setattr("rlhf_nb.scale.simulate.MOST_STEPS", most)
+        found = (
+            simulated_hours(shape, job, [64], gpu, 0.05, hazards=Hazards(between=1.0, restart=1.0))
+            .splitlines()[2]
+            .split(" | ")
+        )
+        rows.append((int(found[4].replace(",", "")), int(found[5].replace(",", ""))))
+    (fine, failures), (coarse, others) = rows
+    assert abs(fine - coarse) < 0.05 * fine and failures > 0 and others > 0
 
 
 def test_notice_loses_no_step_and_a_failure_does() -> None:
@@ -45,12 +84,18 @@ def test_notice_loses_no_step_and_a_failure_does() -> None:
         {"draw": -1.0},
         {"learn": 0.0},
         {"sent": math.nan},
+        {"answers": 0},
+        {"hazards": Hazards(between=0.0)},
+        {"hazards": Hazards(spread=-1.0)},
     ],
 )
-def test_bad_numbers_are_refused(change: dict[str, float]) -> None:
+def test_bad_numbers_are_refused(change: dict[str, Any]) -> None:
     given = {"draw": 1.0, "learn": 1.0, "hours": 1.0, "drawers": 0, "lag": 0, "sent": 0.0} | change
     with pytest.raises(ConfigError, match="a run needs an end"):
         simulate_run(gpus=8, **given)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="hardly any would ever be reached"):
+        simulate_run(1.0, 1.0, 8, steps=1000, every=1000, hazards=Hazards(between=0.01))
+    assert simulate_run(1.0, 1.0, 8, steps=3, hazards=Hazards(between=math.inf)).steps == 3
 
 
 def test_the_command_says_who_waits() -> None:

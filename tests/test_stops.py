@@ -18,6 +18,7 @@ from rlhf_nb import GRPOTrainer
 from rlhf_nb.core import Stopped, safe_point, stoppable
 from rlhf_nb.data import toy
 from rlhf_nb.fast import decode, engine
+from rlhf_nb.judges.chat import ChatEndpoint
 from rlhf_nb.judges.endpoint import EndpointJudge
 from rlhf_nb.rewards.code import PythonTests
 from rlhf_nb.rollout.tools import Waits
@@ -168,6 +169,12 @@ def test_a_judge_that_hangs_is_left_and_no_exit_waits_for_it() -> None:
     with silent:
         judge = EndpointJudge(f"http://127.0.0.1:{silent.getsockname()[1]}/v1", "mute", timeout=60)
         assert interrupted(lambda: judge.compare(["Who?"], ["Owls."], ["Bats."])) < SECONDS
+        before = {*threading.enumerate()}
+        there = ChatEndpoint(judge.config.url, "mute", timeout=0.7, backoff=0.1)
+        assert interrupted(lambda: there.say_all([[{"role": "user", "content": "Who?"}]] * 9, range(9))) < SECONDS
+        assert not [t for t in {*threading.enumerate()} - before if t.join(2.0) or t.is_alive()], (
+            "no further try is made"
+        )
         assert not [t for t in threading.enumerate() if t.is_alive() and not (t.daemon or t is threading.main_thread())]
 
 

@@ -48,7 +48,8 @@ HOMES = {  # what reads foreign bytes -> the modules that may call it
     "json.load": set(), "yaml.load": {"untrusted", "aliases"},  # the latter: the package's own trl.yaml
     "yaml.safe_load": set(), "yaml.full_load": set(), "yaml.unsafe_load": set(),
     "pickle.load": {"learn.checks"},  # in the child that runs a submission: what its parent wrote
-    "pickle.loads": set(), "torch.load": set(), "dill.load": set(), "dill.loads": set(),
+    "pickle.loads": {"rollout.workers", "rollout.ray"},  # between a run and the processes that it started itself
+    "torch.load": set(), "dill.load": set(), "dill.loads": set(),
     "_dill().loads": {"scale.launch"}, "eval": set(), "exec": {"sandbox.inside", "learn.checks"},  # both behind the same fence
 }  # fmt: skip
 

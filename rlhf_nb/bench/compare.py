@@ -105,8 +105,8 @@ def _fingerprint(answers: Mapping[str, Sequence[str]]) -> int:
 
 
 def _tokenizer_for(config: CompareConfig, side: _Side) -> Any:
-    """The first model's, for a rule that judges; other judges bring their own."""
-    if config.judge_rule is None:
+    """The first model's, for a rule that judges; None: other judges bring their own, and behind an address is none."""
+    if config.judge_rule is None or "://" in str(side.results.settings.get("weights")):
         return None
     return load_tokenizer(ModelConfig(name_or_path=str(side.results.settings.get("model") or side.results.model)))
 

@@ -34,6 +34,7 @@ from ..judges.judge import FunctionJudge, Judge
 from ..models.adapters import Reference
 from ..models.reference import model_fingerprint
 from ..rewards.answers import completion_text, extract_number
+from ..rewards.base import parameters_of
 from ..run.lock import RunLock
 from ..train.entries import RewardEntry
 from ..train.rlaif import JudgeConfig, make_judge
@@ -72,6 +73,8 @@ class EvalConfig(Judging):
     embed: bool = option(False, "clusters by the model's own vectors instead of words")
     url: Address | None = option(None, "base address of a server with OpenAI's interface that answers; MODEL names it")
     key_env: KeyName | None = option(None, "NAME of the environment variable with that server's key; null: no key")
+    timeout: float = option(60.0, "seconds for one request to that server", gt=0)
+    concurrency: int = option(8, "requests to that server in flight", ge=1)
     decoder: DecoderConfig = option(DecoderConfig(), "how answers are made; decoder=best_of_n:16 (docs/decoding.md)")
     measures: list[RewardEntry] = Field(
         default_factory=list, description="further rewards that are reported, as in rewards"
@@ -80,6 +83,7 @@ class EvalConfig(Judging):
 # %% ../../nbs/bench/evals.ipynb #5b2c7daf
 _OURS: dict[str, ScoringRule] = {"checks": checks_rule, "refusal": refusal_rule, "flip": flip_rule}
 _RULES = (*_OURS, "judge", "choice")
+_IDS = {"completion_ids", "prompt_ids"}  # what a function asks for that reads tokens
 
 
 def scorer(
@@ -96,7 +100,9 @@ def scorer(
     own = decoder_reward(list(entries), device, key=key)
     if tokenizer is not None:
         own.check_tokens(tokenizer)
-    elif counts := [e.where for e in entries if token_rule(e)]:
+    elif counts := [
+        e.where for e, fn in zip(entries, own.fns) if token_rule(e) or _IDS & {p.name for p in parameters_of(fn)}
+    ]:
         raise ConfigError(f"{key}: {counts[0]} reads token ids, and a server (url) sends texts: score by another rule.")
 
     def score(
@@ -104,7 +110,7 @@ def scorer(
     ) -> dict[str, list[float | None]]:
         texts = [completion_text(c) for c in completions]
         n = len(texts)
-        if tokenizer is None:  # a server answered: rewards read texts
+        if tokenizer is None:  # a server answered: rewards read texts, and look at no ids
             c = Completions.from_lists([[0]] * n, [[0]] * n)
         else:
             ids = encode_prompts(tokenizer, as_chat(tokenizer, list(prompts)))
@@ -292,6 +298,7 @@ def _server_asker(model: str, config: EvalConfig, how: Manner) -> AskModel:
     s, first = how.sampling, [{"role": "system", "content": config.system}] if config.system else []
     said = {"temperature": 0.0 if how.greedy else s.temperature, "max_tokens": s.max_new_tokens}
     more = {} if how.greedy or s.top_p == 1 else {"top_p": s.top_p}
+    said |= {"timeout": config.timeout, "concurrency": config.concurrency}
     there = ChatEndpoint(str(config.url), model, key_env=config.key_env, extra=more, **said)
 
     def ask(prompts: Sequence[Any], samples: int) -> ModelAnswers:

@@ -58,7 +58,7 @@ class RowResult(StrictConfig):
 
     id: str
     score: float | None = option(None, "mean over its samples; null: no opinion")
-    length: float | None = option(None, "mean tokens of an answer; null: nothing was written")
+    length: float | None = option(None, "mean tokens of an answer; null: unknown, or nothing was written")
     slice: str | None = option(None, "which kind of prompt; null: not asked for")
     samples: list[float | None] = Field(default_factory=list, description="score of each sample")
 
@@ -197,11 +197,11 @@ def results_of(
         ).rate
     lengths: list[float | None] = [None] * len(lines)
     if suite.config.task == "answer":
-        lengths = [float(sum(line["tokens"])) for line in lines]
+        lengths = [None if None in line["tokens"] else float(sum(line["tokens"])) for line in lines]
         flat = [(i, j) for i, line in enumerate(lines) for j in range(len(line["answers"]))]
         metrics |= describe(
             [lines[i]["answers"][j] for i, j in flat], [ids[i] for i, _ in flat],
-            [lines[i]["tokens"][j] for i, j in flat],
+            None if None in lengths else [lines[i]["tokens"][j] for i, j in flat],
             [lines[i]["finished"][j] for i, j in flat], level,
         )  # fmt: skip
         cut = 1 - metrics["finished"].value
@@ -231,7 +231,7 @@ class ModelPair(NamedTuple):
     wins: Comparison
     p_value: float  # of "no difference", by sign flips
     p_holm: float  # after correction for all pairs
-    lengths: LengthControlled | None  # None: nothing was written, or too few rows
+    lengths: LengthControlled | None  # None: unknown, nothing was written, or too few rows
     decision: Decision
 
 

@@ -300,7 +300,7 @@ class ModelAnswers(NamedTuple):
     """Answers, those to a prompt next to each other."""
 
     texts: list[str]
-    tokens: list[int]
+    tokens: list[int | None]  # None: who answers doesn't say
     finished: list[bool]
 
 
@@ -354,7 +354,7 @@ def answer_work(ask: AskModel, rule: ScoringRule, samples: int = 1, paid: list[D
     def work(rows: Sequence[Row]) -> list[list[dict[str, Any]]]:
         each = [row for row in rows for _ in range(samples)]
         said: list[list[str]] = [[] for _ in each]
-        tokens: list[list[int]] = [[] for _ in each]
+        tokens: list[list[int | None]] = [[] for _ in each]
         ended: list[list[bool]] = [[] for _ in each]
         for turn in range(max(len(row["turns"]) for row in rows)):
             live = [i for i, row in enumerate(each) if turn < len(row["turns"])]
@@ -364,7 +364,7 @@ def answer_work(ask: AskModel, rule: ScoringRule, samples: int = 1, paid: list[D
                 got = ask([dialogue(each[i]["turns"][: turn + 1], said[i]) for i in live], 1)
             for i, text, n, end in zip(live, *got, strict=True):
                 said[i].append(text)
-                tokens[i].append(int(n))
+                tokens[i].append(n)
                 ended[i].append(bool(end))
         scores = rule(each, said)
         lines = [

@@ -363,7 +363,7 @@ def inherited_license(told: Told) -> str | None:
 def portable(value: Any) -> Any:
     """Settings as another machine can read them: paths of this one are cut to their last part."""
     if isinstance(value, dict):
-        return {k: "again" if k == "output_dir" else portable(v) for k, v in value.items()}
+        return {k: "again" if k == "output_dir" else portable(v) for k, v in value.items() if k != "begun_in"}
     if isinstance(value, list):
         return [portable(v) for v in value]
     if isinstance(value, str) and (

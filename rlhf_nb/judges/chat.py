@@ -3,13 +3,14 @@
 # %% ../../nbs/judges/chat.ipynb #5e780003
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from ..core import RewardError
 from ..data.formats import prompt_text
-from .endpoint import EndpointConfig, ask_server, read_key
+from .endpoint import EndpointConfig, ask_all, ask_server, read_key
+from ..rewards.answers import completion_text
 from ..rollout.episodes import Row, Step, Turn
 
 # %% auto #0
@@ -20,7 +21,7 @@ class Said(NamedTuple):
     """What a server answered."""
 
     text: str
-    tokens: int  # that it counted; 0: it didn't say
+    tokens: int | None  # that it counted; None: it didn't say
     finished: bool  # not cut by its limit
 
 
@@ -40,32 +41,34 @@ class ChatEndpoint:
         self.config = EndpointConfig.model_validate({"url": url, "model": model, **settings})
         read_key(self.config.key_env)
 
-    def say(self, messages: Sequence[Mapping[str, Any]], seed: int) -> Said:
+    def say(self, messages: Sequence[Mapping[str, Any]], seed: int, over: threading.Event | None = None) -> Said:
         """What comes next in a conversation.
 
         Args:
             messages: so far.
             seed: of what is drawn, for servers that take one.
+            over: once it is set, no further try is made.
 
         Raises:
             RewardError: no answer, or none that can be used.
         """
         c = self.config
         body = {"model": c.model, "messages": [*messages], "temperature": c.temperature, "max_tokens": c.max_tokens}
-        how: dict[str, Any] = {"timeout": c.timeout, "attempts": c.attempts, "backoff": c.backoff}
+        how: dict[str, Any] = {"timeout": c.timeout, "attempts": c.attempts, "backoff": c.backoff, "over": over}
         what = "an address with OpenAI's interface"
         reply = ask_server(c.address, body | {"seed": seed % 2**31} | c.extra, what, key=read_key(c.key_env), **how)
         try:
             choice, used = reply["choices"][0], reply.get("usage") or {}
-            text, tokens = str(choice["message"].get("content") or ""), int(used.get("completion_tokens") or 0)
-            return Said(text.strip(), tokens, choice.get("finish_reason") != "length")
+            text = completion_text({"content": choice["message"].get("content") or ""}).strip()
+            tokens = int(used.get("completion_tokens") or 0)
+            return Said(text, None if text and not tokens else tokens, choice.get("finish_reason") != "length")
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as e:
             raise RewardError(f"{str(reply)[:80]} has no message in it, so {c.address} is not {what}.") from e
 
     def say_all(self, dialogues: Sequence[Sequence[Mapping[str, Any]]], seeds: Sequence[int]) -> list[Said]:
         """The same of several conversations, at the same time."""
-        with ThreadPoolExecutor(min(self.config.concurrency, max(1, len(dialogues)))) as pool:
-            return list(pool.map(self.say, dialogues, seeds))
+        over = threading.Event()
+        return ask_all(lambda x: self.say(x[0], x[1], over), zip(dialogues, seeds), self.config.concurrency, over)
 
 # %% ../../nbs/judges/chat.ipynb #5e780008
 _PLAY = (

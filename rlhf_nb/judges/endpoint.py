@@ -15,7 +15,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import as_completed, wait
 from hashlib import blake2b
 from pathlib import Path
@@ -31,8 +31,8 @@ from ..rollout.tools import begin
 from ..untrusted import Unreadable, json_value
 
 # %% auto #0
-__all__ = ['Address', 'KeyName', 'check_address', 'check_key_name', 'EndpointConfig', 'read_key', 'ask_server', 'read_choice',
-           'read_reply', 'AnswerCache', 'EndpointJudge']
+__all__ = ['Address', 'KeyName', 'check_address', 'check_key_name', 'EndpointConfig', 'read_key', 'ask_server', 'ask_all',
+           'read_choice', 'read_reply', 'AnswerCache', 'EndpointJudge']
 
 # %% ../../nbs/judges/endpoint.ipynb #5caf608e
 def check_address(url: str, example: str = "http://localhost:8080/score") -> str:
@@ -192,7 +192,7 @@ def read_key(name: str | None) -> str | None:
 
 def ask_server(
     address: str, body: Mapping[str, Any], what: str, *, key: str | None = None, timeout: float = 60.0,
-    attempts: int = 5, backoff: float = 0.5, backoff_max: float = 30.0,
+    attempts: int = 5, backoff: float = 0.5, backoff_max: float = 30.0, over: threading.Event | None = None,
 ) -> Any:  # fmt: skip
     """POST JSON to a server, and return the JSON that it answers.
 
@@ -204,6 +204,7 @@ def ask_server(
         timeout: seconds for one try.
         attempts: tries in all.
         backoff: seconds before the second try, doubled for each further one, at most `backoff_max`.
+        over: once it is set, no further try is made.
 
     Raises:
         RewardError: no answer, or none that can be used; says why in a sentence.
@@ -211,18 +212,51 @@ def ask_server(
     size = len(json.dumps(body))
     if size > _MOST_BYTES:
         raise RewardError(f"{size:,} bytes would be sent to {address}, more than {_MOST_BYTES:,}: send fewer rows.")
+    over = over or threading.Event()
     for tried in range(1, attempts + 1):
         try:
             return _post_json(address, body, key, timeout, what)
         except (_TryAgain, _GiveUp) as e:
             wait = min(backoff_max, max(backoff * 2 ** (tried - 1), getattr(e, "wait", 0.0)))
-            if isinstance(e, _GiveUp) or tried == attempts:
+            if isinstance(e, _GiveUp) or tried == attempts or over.wait(wait):
                 tries = f"after {tried} tries: " if tried > 1 else ""
                 why = str(e).rstrip(".") if key is None else str(e).rstrip(".").replace(key, "***")
                 up = " Is the server up at this address?" if isinstance(e, _TryAgain) else ""
                 raise RewardError(f"{address} gave no answer that can be used, {tries}{why}.{up}") from e
-        time.sleep(wait)
     raise AssertionError("unreachable")
+
+
+def ask_all(ask: Callable[[Any], Any], questions: Iterable[Any], most: int, over: threading.Event) -> list[Any]:
+    """Ask many questions at a time, in threads that no exit waits for; the first failure, or an interrupt, ends it.
+
+    Args:
+        ask: asks one.
+        questions: one by one.
+        most: at a time.
+        over: set at the end; who waits for another try should look at it.
+
+    Returns:
+        An answer to each.
+    """
+    listed, found = list(enumerate(questions)), dict[int, Any]()
+    each = iter(listed)  # each thread takes the next one
+
+    def work() -> None:
+        for i, question in each:
+            if not over.is_set():
+                found[i] = ask(question)
+
+    asked = [begin(work, math.inf) for _ in range(min(most, len(listed)))]
+    try:
+        for done in as_completed(asked):
+            done.result()
+    except Exception:
+        over.set()
+        wait(asked, timeout=2.0)  # answers that are on their way are paid for, too
+        raise
+    finally:
+        over.set()
+    return [found[i] for i, _ in listed]
 
 # %% ../../nbs/judges/endpoint.ipynb #d92f29ed
 def read_choice(text: str, labels: Sequence[str]) -> int | None:
@@ -462,19 +496,10 @@ class EndpointJudge(TemplateJudge):
 
     def _ask_all(self, todo: dict[str, str], labels: tuple[str, ...]) -> None:
         """All questions, many at a time; the first failure ends the call."""
-        call, secret = _Call(self.config.budget), self._client.key()
-        questions = iter(list(todo.items()))  # each thread takes the next one
-
-        def work() -> None:
-            for key, question in questions:
-                self._ask(key, question, labels, secret, call)
-
-        asked = [begin(work, self.config.budget) for _ in range(min(self.config.concurrency, len(todo)))]
+        call, secret, most = _Call(self.config.budget), self._client.key(), self.config.concurrency
         try:
-            for done in as_completed(asked):
-                done.result()
+            ask_all(lambda x: self._ask(x[0], x[1], labels, secret, call), todo.items(), most, call.over)
         except (_GiveUp, OSError) as e:
-            wait(asked, timeout=2.0)  # answers that are on their way are paid for, too
             why = str(call.failure or e)
             kept, place = sum(k in self.cache.found for k in todo), self.cache.path or "memory"
             raise RewardError(
@@ -482,5 +507,3 @@ class EndpointJudge(TemplateJudge):
                 f"{why.replace(secret, '***') if secret else why} {kept} of {len(todo)} answers were obtained and are "
                 f"kept in {place}: asking again asks only for the rest."
             ) from None
-        finally:
-            call.over.set()

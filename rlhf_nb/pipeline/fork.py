@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -17,7 +18,7 @@ from ..files import copy_regular
 from ..run.callbacks import Callback, Flags, RunView
 from ..run.checkpoint import checkpoints_in, problem_of
 from ..run.log import EventLog, RunDir, config_changes, plain_json, read_metrics
-from ..strict import table_of
+from ..strict import parse_overrides, table_of
 from ..run.state import keep_served
 from ..train.registry import MethodInfo, methods
 from ..train.stage import JobConfig, StageResult, make_trainer, run_stage, write_json
@@ -44,6 +45,11 @@ class ForkedAt(Callback):
         return Flags(stop=True, save=True, reason="forked here") if run.step >= self.step else None
 
 
+def _first_event(folder: Path) -> dict[str, Any]:
+    """What a run's log says of its start."""
+    return next((e for e in read_metrics(folder) if e.get("type") == "start"), {})
+
+
 def settings_of(folder: str | Path) -> tuple[MethodInfo, Any]:
     """The method and the settings of the run in a folder.
 
@@ -54,7 +60,7 @@ def settings_of(folder: str | Path) -> tuple[MethodInfo, Any]:
     if not run_dir.holds_run():
         raise RunError(f"{run_dir.path} holds no run, so there is nothing to fork.")
     saved = run_dir.config()
-    start = next((e for e in read_metrics(run_dir.path) if e.get("type") == "start"), {})
+    start = _first_event(run_dir.path)
     fits = [m for m in methods().values() if set(saved) <= set(m.config.model_fields)]
     fits.sort(key=lambda m: (m.name != start.get("method"), len(set(m.config.model_fields) - set(saved))))
     if not saved or not fits:
@@ -68,17 +74,21 @@ _FILES = ("path", "name_or_path", "tokenizer", "chat_template", "reward", "file"
 
 
 def _begun_in(folder: Path, config: TextConfig) -> Sequence[Path]:
-    """Where relative files of a run may count from: the folder in which it was started, if its relative `output_dir`
-    and its place say so; else each folder above it, the nearest first.
+    """Where relative files of a run may count from: the folder in which it was started, if its log says so and it is
+    there, or its relative `output_dir` and its place say so; else each folder above it, the nearest first.
     """
+    if isinstance(begun := _first_event(folder).get("begun_in"), str) and Path(begun).is_dir():
+        return [Path(begun)]
     own, place = Path(config.output_dir).parts, folder.resolve()
     said = own and not Path(config.output_dir).is_absolute() and place.parts[-len(own) :] == own
     return [Path(*place.parts[: -len(own)])] if said else place.parents
 
 
 def _with_files(config: TextConfig, begun: Sequence[Path]) -> TextConfig:
-    """Settings whose relative files are named in full where they aren't found from here,
-    but from where the run was started.
+    """Settings whose relative files are named in full where they count from another folder than this one.
+
+    Raises:
+        RunError: a file may be one of several.
     """
 
     def whole(value: Any, key: str = "") -> Any:
@@ -87,9 +97,19 @@ def _with_files(config: TextConfig, begun: Sequence[Path]) -> TextConfig:
         if isinstance(value, list):
             return [whole(v, key) for v in value]
         named = isinstance(value, str) and key in _FILES and not model_world(value) and world_of(value) is None
-        if not named or Path(value).exists():
+        known = len(begun) == 1
+        if not named or Path(value).is_absolute() or (not known and Path(value).exists()):
             return value
-        return str(next((p / value for p in begun if (p / value).exists()), value))
+        found = [p / value for p in begun if (p / value).exists() or (known and Path(value).is_file())]
+        if len(found) > 1:
+            raise RunError(
+                f"the run's {key} {value} may be {found[0]} or {found[1]}, since its log doesn't say in which folder "
+                "it was started: fork it from that folder."
+            )
+        if found and not known:
+            why = "the run's log doesn't say in which folder it was started"
+            warnings.warn(f"{key} {value} is taken to be {found[0]}, the only one above the run: {why}.", stacklevel=2)
+        return str(found[0]) if found and found[0] != Path(value).absolute() else value
 
     settings = config.to_dict()
     full = whole(settings)
@@ -174,8 +194,7 @@ def prepare_fork(parent: str | Path, at: int, changes: Sequence[str] = (), to: s
     """
     source = RunDir(parent)
     config = settings_of(source.path)[1]
-    begun = _begun_in(source.path, config)
-    config = _with_files(config, begun)
+    config = _with_files(config, _begun_in(source.path, config))
     reached = max((int(e["step"]) for e in read_metrics(source.path) if e.get("type") == "step"), default=0)
     if not 1 <= at <= reached:
         raise RunError(
@@ -184,7 +203,7 @@ def prepare_fork(parent: str | Path, at: int, changes: Sequence[str] = (), to: s
     folder = Path(to) if to is not None else _free_name(source.path, at)
     if RunDir(folder).holds_run():
         raise RunError(f"{folder} holds a run already: choose another folder with --to.")
-    changed = _with_files(type(config).load(source.path, [*changes, f"output_dir={folder}"]), begun)
+    changed = config.replace(**parse_overrides([*changes, f"output_dir={folder}"]))
     said = _check_changes(config, changed)
     begin = _start(source, at)
     before = 0 if begin is None else int(begin.name[-10:])

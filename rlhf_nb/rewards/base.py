@@ -37,8 +37,8 @@ from ..types import Completions, Rollout, sent
 log = logging.getLogger(__name__)
 
 # %% auto #0
-__all__ = ['log', 'RolloutScorer', 'check_reader', 'Rewards', 'CanScore', 'RewardModelFn', 'Ensemble', 'apply_eos_penalty',
-           'RunningNormalizer']
+__all__ = ['log', 'parameters_of', 'RolloutScorer', 'check_reader', 'Rewards', 'CanScore', 'RewardModelFn', 'Ensemble',
+           'apply_eos_penalty', 'RunningNormalizer']
 
 # %% ../../nbs/rewards/base.ipynb #c8c7e2ee
 class _WrongForm(ValueError):
@@ -55,12 +55,17 @@ def _call_name(fn: Any, index: int) -> str:
     return f"reward_{index}" if name == "<lambda>" else name
 
 
+def parameters_of(fn: Any) -> list[inspect.Parameter]:
+    """What a function takes; of a builtin without a signature [], so it gets prompts and completions only."""
+    try:
+        return list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):
+        return []
+
+
 def _arguments(fn: Any, name: str, rollout: Rollout) -> dict[str, list[Any]]:
     """The columns that a function takes: those it names, or all of them if it has **kwargs."""
-    try:
-        parameters = list(inspect.signature(fn).parameters.values())
-    except (TypeError, ValueError):
-        return {}  # a builtin without a signature: prompts and completions only
+    parameters = parameters_of(fn)
     known: dict[str, list[Any]] = dict(rollout.columns)
     if any(p.name == "completion_ids" for p in parameters) and "completion_ids" not in known:
         rows = zip(rollout.completion_ids, rollout.completion_lens.tolist(), strict=True)

@@ -118,6 +118,10 @@ class ReasoningGym:
         return Step(metrics={"refused": 1.0}, done=True)
 
 
+_loaded: dict[str, list[Any]] = {}  # tasksets' tasks
+_loading = threading.Lock()  # all episodes begin at the same time
+
+
 class Verifiers:
     """A taskset of verifiers (0.4) whose tasks need neither tools nor a container: the seed draws a task, or the row's
     column `task` names its place; the task's own rewards mark the one answer.
@@ -129,30 +133,42 @@ class Verifiers:
     """
 
     def __init__(self, taskset: str, most: int = 10_000, **options: Any) -> None:
-        self.vf, loaders = _package("verifiers.v1"), importlib.import_module("verifiers.v1.utils.loaders")
+        self.vf, key = _package("verifiers.v1"), repr((taskset, most, sorted(options.items())))
+        with _loading:
+            if key not in _loaded:
+                _loaded[key] = self._load(taskset, most, options)
+        self.tasks = _loaded[key]
+
+    def _load(self, taskset: str, most: int, options: dict[str, Any]) -> list[Any]:
+        """The tasks, if answers of one turn to a text are all that any of them asks for."""
+        loaders = importlib.import_module("verifiers.v1.utils.loaders")
         try:
             config = loaders.taskset_config_type(taskset).model_validate({"id": taskset, **options})
             found = loaders.load_taskset(config)
-            self.tasks = list(found.take(most))
+            tasks = list(found.take(most))
         except (ImportError, AttributeError, TypeError, ValueError) as e:
             raise ConfigError(f"taskset is {taskset!r}, and verifiers can't load it: {str(e)[:300]}") from e
-        task = self.tasks[0] if self.tasks else None
+        kinds = {(type(t), id(t.config)): t for t in tasks}.values()
         needs = {
-            "has no task": task is None, "needs a container": task is not None and task.NEEDS_CONTAINER,
-            "has tools": bool(found.toolsets(config) or (task is not None and task.toolsets(config.task))),
-            "has rewards that look into a container": task is not None
-            and any("runtime" in inspect.signature(f).parameters for f in task.hooks("reward")),
-            "lets a user begin": any(t.data.prompt is None for t in self.tasks),
+            "has no task": not tasks, "needs a container": any(t.NEEDS_CONTAINER for t in kinds),
+            "has tools": bool(found.toolsets(config)) or any(t.toolsets(t.config) for t in kinds),
+            "has rewards that look into a container": any(
+                "runtime" in inspect.signature(f).parameters for t in kinds for f in t.hooks("reward")
+            ),
+            "lets a user begin": any(t.data.prompt is None for t in tasks),
         }  # fmt: skip
         if why := next((k for k, on in needs.items() if on), None):
             raise ConfigError(
                 f"taskset {taskset!r} {why}; answers of one turn to a text are what can be asked for here."
             )
+        return tasks
 
     def reset(self, row: Row, seed: int) -> list[Message]:
         """What the task asks."""
-        at = row.get("task")
-        self.task = self.tasks[random.Random(seed).randrange(len(self.tasks)) if at is None else int(at)]
+        at, n = row.get("task"), len(self.tasks)
+        if at is not None and not 0 <= int(at) < n:
+            raise ConfigError(f"a row's column task is {at}, and the taskset has the tasks 0 to {n - 1}.")
+        self.task = self.tasks[random.Random(seed).randrange(n) if at is None else int(at)]
         data, vf = self.task.data, self.vf
         text_of = importlib.import_module("verifiers.v1.types").content_text
         said = [vf.SystemMessage(content=data.system_prompt)] if data.system_prompt else []

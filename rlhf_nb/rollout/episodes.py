@@ -298,6 +298,9 @@ class _Episode:
 STOPS = ("done", "turns", "tokens", "calls", "seconds", "failed")  # why an episode is over
 
 # %% ../../nbs/rollout/episodes.ipynb #7e200010
+_CLOSING = 5.0  # seconds in which a stop lets environments close
+
+
 class Episodes(Sampler):
     """A sampler whose answers are episodes: the policy and an environment take turns.
 
@@ -606,7 +609,7 @@ class Episodes(Sampler):
 
     def _ask_last(self, episodes: list[_Episode], name: str) -> None:
         """The last method of all environments at the same time: `get_reward` of objects as TRL's, or `close`."""
-        waits = Waits()
+        waits = Waits(_CLOSING if name == "close" else 0.0)
         for e in episodes:
             if callable(f := getattr(e.seat.made, name, None)):
                 left = max(1.0, self.config.max_seconds - e.waited)

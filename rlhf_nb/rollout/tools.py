@@ -250,9 +250,14 @@ _PAUSE = 0.004  # seconds without an arrival after which those that are there ar
 
 
 class Waits:
-    """Calls that are under way."""
+    """Calls that are under way.
 
-    def __init__(self) -> None:
+    Args:
+        grace: seconds that also a stop waits for them.
+    """
+
+    def __init__(self, grace: float = 0.0) -> None:
+        self.safe_from = time.monotonic() + grace
         self.arrived_at: queue.SimpleQueue[tuple[int, Future[Any], float]] = queue.SimpleQueue()
         self.open: dict[int, tuple[Any, float, float]] = {}  # by number: for what, since when, until when
         self.numbers = itertools.count()
@@ -274,8 +279,8 @@ class Waits:
                 left = max(0.0, until - time.monotonic())
                 number, future, at = self.arrived_at.get(timeout=_PAUSE if found else min(left + 1e-3, 0.1))
             except queue.Empty:
-                safe_point()
-                now = time.monotonic()
+                if (now := time.monotonic()) >= self.safe_from:
+                    safe_point()
                 for n in [n for n, (_, _, u) in self.open.items() if u <= now]:
                     what, begun, _ = self.open.pop(n)
                     found.append((what, TimeoutError(f"gave no answer within {now - begun:.3g} s"), now - begun))

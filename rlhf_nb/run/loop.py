@@ -375,6 +375,9 @@ class Boundary:
             self.run.event("warning", message=message)
 
 # %% ../../nbs/run/loop.ipynb #c2c69b07
+_NONFINITE: str = table_of("run/texts.yaml")["nonfinite"]  # read now: a run that fails must not need its files
+
+
 def too_many_bad(run: Trainer, report: StepReport) -> bool:
     """Count an update that was not finite; True when these were too many in a row, which is the step's failure.
 
@@ -389,7 +392,7 @@ def too_many_bad(run: Trainer, report: StepReport) -> bool:
     run.event("nonfinite", message=report.problem, loss=loss, grad_norm=norm, in_a_row=n)
     if n > run.config.max_nonfinite:
         words = {"loss": loss, "norm": norm, "step": run.step + 1, "n": n, "problem": report.problem}
-        said = table_of("run/texts.yaml")["nonfinite"].format(**words, condition=condition(run), path=run.run_dir.path)
+        said = _NONFINITE.format(**words, condition=condition(run), path=run.run_dir.path)
         run.failure = RunError(said)
     return run.failure is not None
 

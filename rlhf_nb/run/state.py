@@ -354,7 +354,7 @@ def _begin(run: Any) -> None:
         "start", checked=_check(run), lr=run.config.optimizer.lr, method=run.method.name,
         total_steps=run.total_steps, world_size=engine.world_size,
         precision=engine.precision.reason, format=FORMAT, controls=run.control.describe(), machine=machine_here(),
-        **mixed,
+        begun_in=os.getcwd(), **mixed,
     )  # fmt: skip
 
 # %% ../../nbs/run/state.ipynb #c5470025

@@ -3,6 +3,7 @@
 # %% ../../nbs/sandbox/runner.ipynb #b4efebbd
 from __future__ import annotations
 
+import atexit
 import inspect
 import marshal
 import math
@@ -19,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import IO, Any, NamedTuple
 
 from ..core import ConfigError
@@ -422,9 +423,11 @@ def _start(folder: str, files: Sequence[IO[bytes]], tell: int) -> subprocess.Pop
 def _folder() -> Iterator[str]:
     """A new folder, removed whatever lies in it."""
     path = tempfile.mkdtemp(prefix="sandbox-")
+    left = atexit.register(partial(shutil.rmtree, path, True))  # by a thread that no exit waits for
     try:
         yield path
     finally:
+        atexit.unregister(left)
         try:
             shutil.rmtree(path)
         except (OSError, RecursionError):  # locked, or nested deeper than Python descends

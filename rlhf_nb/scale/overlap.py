@@ -34,7 +34,7 @@ def step_times(folder: str | Path, skip: int = 2) -> list[StepTimes]:
         skip: first steps that are left out.
 
     Raises:
-        DataError: it has no such steps, draws no answers, or states times that are none.
+        DataError: it has no such steps, draws no answers, or states only times that are none.
     """
     events = [e for e in read_metrics(folder) if e.get("type") == "step"][skip:]
     # with a lag the last steps draw nothing
@@ -44,11 +44,14 @@ def step_times(folder: str | Path, skip: int = 2) -> list[StepTimes]:
             f"{folder} has no step after the first {skip} in which answers were drawn, so nothing is known of them: "
             "give the folder of a run of ppo, grpo, rloo, raft or online-dpo with a few steps."
         )
-    return [_times_of(e, folder) for e in drew]
+    each = [_times_of(e, folder) for e in drew]
+    if not (sound := [t for t in each if isinstance(t, StepTimes)]):
+        raise DataError(str(each[0]))
+    return sound
 
 
-def _times_of(event: dict[str, Any], folder: str | Path) -> StepTimes:
-    """What a step took, by its event."""
+def _times_of(event: dict[str, Any], folder: str | Path) -> StepTimes | str:
+    """What a step took, by its event; or why that can't be."""
 
     def seconds(key: str) -> float:
         try:
@@ -67,7 +70,7 @@ def _times_of(event: dict[str, Any], folder: str | Path) -> StepTimes:
     draw = seconds("workers_cpu_s") or max(0.0, here - longest)
     sound = 0 <= min(draw, here, longest) and max(draw, longest, abs(rewards), abs(learn)) < 1e9
     if not sound or not here + learn > 1e-6 or any(map(math.isnan, (draw, longest, rewards, learn))):
-        raise DataError(
+        return (
             f"step {event.get('step')} of {folder} took {here:g} s for drawing, {rewards:g} for rewards and {learn:g} "
             "for the rest, which can't be: its metrics.jsonl is damaged, or no run wrote it."
         )

@@ -21,7 +21,7 @@ __all__ = ['USABLE', 'MACHINE', 'ASSUMPTIONS', 'Plan', 'plan', 'smallest_group',
 USABLE = 0.9
 MACHINE = 8  # GPUs, from which a plan is written for several machines
 _SAID = table_of("scale/plan.yaml")
-ASSUMPTIONS: list[str] = _SAID["assumed"]
+ASSUMPTIONS: tuple[str, ...] = tuple(_SAID["assumed"])
 
 
 class Plan(NamedTuple):

@@ -23,7 +23,7 @@ __all__ = ['GPU_HOURS', 'STORES', 'MOST_STEPS', 'save_seconds', 'best_interval',
 # %% ../../nbs/scale/simulate.ipynb #0926fa56
 GPU_HOURS = 54 * 24 * 16_384 / 419  # between two failures, Dubey et al., arXiv 2407.21783, section 3.3.4
 STORES = 0.25e9  # bytes a second that each GPU's share of the storage takes
-MOST_STEPS = 100_000  # of one simulation in a report: about a second
+MOST_STEPS = 100_000  # of one simulation in a report, about a second; where there are more, several are one
 
 
 def save_seconds(model: Any, found: Plan) -> float:
@@ -99,7 +99,7 @@ def simulate_run(
         lag: updates that the drawing weights may be behind; only where some draw.
         sent: seconds until updated weights have reached the drawers.
         answers: drawn in a step.
-        save: seconds of a checkpoint, in which all wait.
+        save: seconds of a checkpoint, in which those that learn wait.
         every: steps between checkpoints; None: by `best_interval`.
         hazards: what keeps GPUs from computing; None: failures alone.
         seed: of all that is drawn by lot.
@@ -108,15 +108,20 @@ def simulate_run(
         ConfigError: a run without an end, a side without a GPU, or a time that is none.
     """
     h, end = hazards or Hazards(), hours * 3600
-    timed = learn > 0 and all(x >= 0 for x in (draw, sent, save))
+    timed = learn > 0 and all(x >= 0 for x in (draw, sent, save, answers - 1, *h)) and min(h.between, h.taken) > 0
     if not (0 <= drawers < gpus and lag >= 0 and 0 < min(end, steps) < math.inf and timed):
         raise ConfigError(
             f"{gpus} GPUs, {drawers} of them draw, lag {lag}, steps of {draw:g} + {learn:g} s, {hours:g} hours, "
-            f"{steps:g} steps: a run needs an end, a GPU that learns, learning that takes time, a lag of 0 or more."
+            f"{steps:g} steps, {h}: a run needs an end, GPUs and time for learning, and no negative numbers."
         )
     rng, learners, mean = np.random.default_rng(seed), gpus - drawers, min(1.0, h.mean_length)
     ideal = max(mean * draw, learn) if drawers and lag else mean * draw + learn
-    every = every or max(1, round(best_interval(save, gpus, h.between) / ideal))
+    every = every or max(1, round(min(1e9, best_interval(save, gpus, h.between) / ideal)))
+    if (every * ideal + save) * gpus > 20 * 3600 * h.between:
+        raise ConfigError(
+            f"{gpus} GPUs fail every {3600 * h.between / gpus:g} s, and checkpoints are {every * ideal + save:g} s "
+            "apart: hardly any would ever be reached. Save more often, or take fewer GPUs."
+        )
     now = saving = lost = restarting = 0.0
     kept = failures = 0
     while now < end and kept < steps:  # an attempt each
@@ -146,7 +151,7 @@ def simulate_run(
             if stops:
                 restarting, now = restarting + begun - now, learnt
                 break
-    busy = kept * (mean * draw * (drawers or gpus) + learn * learners) / gpus
+    busy, saving = kept * (mean * draw * (drawers or gpus) + learn * learners) / gpus, saving * learners / gpus
     shares = (busy, now - busy - saving - lost - restarting, saving, lost, restarting)
     return Simulated(kept, now / 3600, failures, *(x / now for x in shares))
 
@@ -170,7 +175,9 @@ class Layout(NamedTuple):
 
 
 def layouts(model: Any, job: Job, gpus: int, gpu: Machine, memory: float | None = None, inner: int = 1) -> list[Layout]:
-    """All ways that fit, the fastest first: in turn; and apart with one to seven eighths that draw, lag 0 to 4.
+    """Ways that fit, the fastest first: in turn; and apart with one to seven eighths that draw, lag 0 to 4.
+
+    GPUs that only draw are planned as if they trained, too, so a way with few of them may be left out.
 
     Args:
         model: a Shape, a transformers config, a directory or a hub name.
@@ -231,17 +238,17 @@ def simulated_hours(
             best = next((x for x in ways if bool(x.drawers) is kind), None)
             if best is None:
                 continue
+            m = math.ceil(hours * 3600 / best.seconds / MOST_STEPS)  # steps that are one, where they are short
             r = simulate_run(
-                best.draw, best.learn, n, hours=hours, steps=MOST_STEPS, drawers=best.drawers, lag=best.lag,
-                sent=best.sent, answers=best.answers, save=best.save, hazards=hazards,
+                m * best.draw, m * best.learn, n, hours=hours, drawers=best.drawers, lag=best.lag, sent=m * best.sent,
+                answers=best.answers, save=best.save, hazards=hazards,
             )  # fmt: skip
             who = f"{best.drawers:,} | {best.lag}" if best.drawers else "all, in turn | 0"
             shares = " | ".join(f"{x:.1%}" for x in r[3:])
-            lines.append(
-                f"| {n:,} | {who} | {best.seconds:.4g} -> {r.seconds:.4g} | {r.steps:,} | {r.failures:,} | {shares} |"
-            )
+            pace = f"{best.seconds:.4g} -> {r.seconds / m:.4g}"
+            lines.append(f"| {n:,} | {who} | {pace} | {m * r.steps:,} | {r.failures:,} | {shares} |")
     note = (
-        f"Simulated for {gpu.name}, at most {MOST_STEPS:,} steps of {hours:g} h; s a step: without and with all that "
+        f"{hours:g} hours, simulated for {gpu.name}; s a step: without and with all that "
         f"goes wrong. One GPU fails every {hazards.between:,.0f} h, a restart takes {hazards.restart:g} s, GPUs differ "
         f"by {hazards.spread:.0%}; a checkpoint comes when Young's rule says so. Rates are stated, not measured here, "
         "and launching kernels isn't counted, which small models feel."

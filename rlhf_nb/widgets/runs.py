@@ -226,7 +226,7 @@ def event_text(event: dict[str, Any]) -> str:
     """An event's content in one line."""
     if event.get("type") == "control":
         return control_text(event)
-    hidden = ("time", "rank", "step", "type", "controls", "format", "machine")
+    hidden = ("time", "rank", "step", "type", "controls", "format", "machine", "begun_in")
     return ", ".join(f"{k} {v}" for k, v in event.items() if k not in hidden and v not in (None, "", []))
 
 
