@@ -258,7 +258,7 @@ def estimate_memory(model_config: Any, config: Any, precision: Precision) -> Bud
 
 # %% ../../nbs/pipeline/doctor.ipynb #cd90ba90
 def free_bytes(device: torch.device) -> float | None:
-    """Free bytes where a run would compute; None where nobody can say."""
+    """Free bytes where a run would compute; None where it is unknown."""
     free = free_memory(device)
     return None if free == UNKNOWN else float(free)
 

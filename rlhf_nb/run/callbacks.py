@@ -37,7 +37,7 @@ class Flags:
     stop: bool = False
     save: bool = False
     evaluate: bool = False
-    control: bool = False  # somebody outside has written a request
+    control: bool = False  # a request was written from outside
     reason: str = ""
 
     def __or__(self, other: Flags) -> Flags:

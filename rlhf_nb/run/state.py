@@ -160,7 +160,7 @@ class Saves:
         self.metric, colon, way = keep_best.partition(":")
         if colon and way not in ("min", "max"):
             raise ConfigError(
-                f"keep_best is {config.keep_best!r}: behind the metric stands :min or :max, whichever is better"
+                f"keep_best is {config.keep_best!r}: behind the metric comes :min or :max, whichever is better"
             )
         if self.metric.startswith("eval/") and config.eval_every is None:
             raise ConfigError(
@@ -187,7 +187,7 @@ class Saves:
         self.pace, self.boundary = [*self.pace, now - self.boundary][-2:], now
         if self.every.seconds is None:
             return self.every.steps is not None and step % self.every.steps == 0
-        writing = writer.seconds or 0.1 * self.every.seconds  # of the first one nobody knows
+        writing = writer.seconds or 0.1 * self.every.seconds  # of the first one it is unknown
         spent, ahead = now - self.since, max(self.pace) + writing
         return not writer.busy and spent >= 2 * writer.seconds and spent + ahead >= self.every.seconds
 
@@ -418,7 +418,7 @@ def roll_back(folder: str | Path, step: int, failed: bool = False) -> Path:
         The folder that everything later is in now.
 
     Raises:
-        RunError: there is no run, or no such checkpoint, or somebody works there.
+        RunError: there is no run, or no such checkpoint, or another process works there.
         CheckpointError: the checkpoint is damaged.
     """
     run_dir = RunDir(folder)

@@ -147,7 +147,7 @@ def _learning(module: nn.Module, loss: Callable[[nn.Module], Tensor], workers: i
 
     def work(part: nn.Module) -> None:
         found = loss(part)
-        with torch.autocast("cpu", enabled=False):  # as in training, the backward pass stands outside
+        with torch.autocast("cpu", enabled=False):  # as in training, the backward pass is outside
             torch.autograd.backward(found)
 
     def learn() -> None:

@@ -91,7 +91,7 @@ def decoder_shape(model: Any) -> DecoderShape:
     if isinstance(model, (str, Path)):
         try:
             model = AutoConfig.from_pretrained(str(model), trust_remote_code=False)
-        except Exception as e:  # whatever transformers says to a file that somebody else has written
+        except Exception as e:  # whatever transformers says to a file that others have written
             raise ModelError(
                 f"{str(model)!r} is no directory with a config.json, and no hub name that can be reached, so there is "
                 "no shape to plan with."

@@ -104,7 +104,7 @@ def run_stage(
         remember: the config that a later session is compared with (default: this one).
 
     Raises:
-        RunError: somebody works in its folder, or it holds another run.
+        RunError: another process works in its folder, or it holds another run.
         KeyboardInterrupt: it was interrupted; a checkpoint was left.
     """
     first = int(os.environ.get("RANK", "0")) == 0
