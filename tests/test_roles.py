@@ -211,7 +211,7 @@ def timed(root: str) -> None:
 
     Reference.logps = slow  # type: ignore[method-assign]
     for name in ("ahead", "in_turn"):
-        trainer = dpo(steps=8, output_dir=str(Path(root) / name))
+        trainer = dpo(steps=8, token_budget=4096, output_dir=str(Path(root) / name))
         learnt = trainer.method.loss
         trainer.method.loss = lambda micro, learnt=learnt: (time.sleep(1.0), learnt(micro))[1]
         if name == "in_turn":
