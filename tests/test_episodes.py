@@ -729,7 +729,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no room": ({"environment": Chat, "episodes": {"max_tokens": 2}}, "has room for 2"),
     "an object": ({"environment": Chat()}, "give the class"),
     "unknown name": ({"environment": None, "episodes": {"environment": "calculater"}}, "Did you mean 'calculator'"),
-    "several": ({"environment": Chat, "sampling": {"sampler": "continuous"}}, "several: leave one of them out"),
+    "several": ({"environment": Chat, "decoder": {"kind": "best_of_n"}}, "several: leave one of them out"),
     "a decoder": ({"environment": Chat, "decoder": {"stop": "json"}}, "Use decoder=plain"),
 }  # fmt: skip
 
