@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..config import TrainConfig
 from rlhf_nb.core import (
     CheckpointError, ConfigError, RunError, derive_seed, did_you_mean, read_interval, rng_state, seed_everything,
     set_rng_state,
@@ -152,7 +153,7 @@ class Saves:
     """
 
     def __init__(
-        self, config: Any, clock: Callable[[], float] = time.monotonic, epoch: int | None = None
+        self, config: TrainConfig, clock: Callable[[], float] = time.monotonic, epoch: int | None = None
     ) -> None:  # fmt: skip
         every = read_interval(config.save_every)
         self.every, self.clock = every._replace(steps=epoch) if every.epoch else every, clock
