@@ -145,9 +145,6 @@ class DataConfig(StrictConfig):
         {}, "old name: new name, for columns that are called something else; null drops one"
     )
     shape: str | None = option(None, "alpaca, sharegpt, ..., where columns can be read in two ways; null: they tell")
-    attributes: dict[str, float] | None = option(
-        None, "HelpSteer2: attribute: weight in the score; null: the published weights"
-    )
     streaming: bool = option(False, "read rows as they are needed, never the whole set")
     shuffle_buffer: int = option(1000, "rows held for shuffling while streaming", ge=1)
 
