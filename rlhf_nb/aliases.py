@@ -421,7 +421,7 @@ def instead_of(name: str, package: str = "rlhf_nb") -> str:
     """What to write for a name of TRL's: one sentence, or "" for a name that isn't TRL's.
 
     Args:
-        name: that somebody wants to import.
+        name: that code imports.
         package: from where.
     """
     here = trl_words("names").get(name)

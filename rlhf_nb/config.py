@@ -189,7 +189,7 @@ class DataConfig(StrictConfig):
 
     @property
     def named(self) -> bool:
-        """Whether somebody has said where rows are."""
+        """Whether the config says where rows are."""
         return self.path is not None or self.mix is not None
 
 # %% ../nbs/config.ipynb #c458c348

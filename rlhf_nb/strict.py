@@ -264,7 +264,7 @@ def _walk(root: type[BaseModel], loc: Iterable[int | str]) -> _Place:
 
 
 def _lookup(data: Any, path: Iterable[int | str]) -> Any:
-    """The value somebody gave at a path; None where there is none."""
+    """The value given at a path; None where there is none."""
     for part in path:
         if isinstance(data, Mapping):
             data = data.get(part)
@@ -287,7 +287,7 @@ def _all_paths(group: type[BaseModel], prefix: str = "") -> Iterator[str]:
 def _unknown_key(root: type[BaseModel], place: _Place) -> str:
     """The sentence for a key that doesn't exist."""
     bad, above = str(place.path[-1]), str(place._replace(path=place.path[:-1]))
-    group = place.group.__name__.removesuffix("Config").lower()  # where it stands alone
+    group = place.group.__name__.removesuffix("Config").lower()  # where it is alone
     known = elsewhere(bad) or elsewhere(".".join(map(str, place.path[-2:]))) or elsewhere(f"{group}.{bad}")
     foreign = known or ("output_dir" in place.group.model_fields and of_others(bad))
     if foreign:

@@ -244,8 +244,8 @@ def held_out_of_stream(data: DataConfig, kind: RowKind, seed: int = 0) -> list[R
 def stream_rows(
     data: DataConfig, held: Sequence[Row], kind: RowKind, seed: int, tokenize: Callable[[list[Row]], list[Row]]
 ) -> StreamSource:
-    """A source that reads `data.path` as it goes and never holds the whole set; what is held out is left out wherever
-    it stands.
+    """A source that reads `data.path` as it goes and never holds the whole set; what is held out is left out
+    wherever it comes.
 
     Args:
         data: where the stream comes from, and its `shuffle_buffer`.

@@ -537,7 +537,7 @@ def as_chat(tok: Any, prompts: Sequence[Text], system: str | None = None, raw: b
     """
     if raw or not getattr(tok, "chat_template", None):
         if system is not None:
-            why = "the prompt is asked for as it stands" if raw else "this model has no chat template"
+            why = "the prompt is asked for as it is" if raw else "this model has no chat template"
             raise DataError(
                 f"a system prompt needs a chat template, and {why}: leave it out, or put it into the prompt."
             )
@@ -605,7 +605,7 @@ class _Letters:
 
 
 def encode_chat(tok: Any, messages: list[Message], tools: list[Any] | None = None) -> list[int]:
-    """A dialogue that waits for an answer as token ids, just as the template renders it; what stands in a message stays
+    """A dialogue that waits for an answer as token ids, just as the template renders it; what a message has in it stays
     text.
 
     A message that spells a special token (`<|im_end|>`) is read letter by letter, so no message ends a turn or begins

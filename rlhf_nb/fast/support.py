@@ -57,7 +57,7 @@ def _from_library(name: str | None, file: str | None = None) -> bool:
 
 
 def _is_own(cls: type) -> bool:
-    """Whether a class is a library's and its forward is the function that stands in the class's body."""
+    """Whether a class is a library's and its forward is the function in the class's body."""
     owner = next(c for c in cls.__mro__ if "forward" in vars(c))
     f: Any = vars(owner)["forward"]
     own = _from_library(cls.__module__) and _from_library(cls.__call__.__module__)

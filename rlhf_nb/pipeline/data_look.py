@@ -499,4 +499,4 @@ def _repeated(look: FileLook, data: DataConfig, other: FileLook | None, say: Any
         words = {"path": other.path, "n": len(same), "rows": len(other.rows), "first": first}
         say(_SAID["leaks"].format(**words, prompts=prompts))
     else:
-        say(f"{other.path}: none of its {len(other.rows)} rows stands here, and none of their prompts.")
+        say(f"{other.path}: none of its {len(other.rows)} rows is here, and none of their prompts.")

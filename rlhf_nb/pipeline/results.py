@@ -18,7 +18,9 @@ from ..core import printable
 from ..data.worlds import model_world, world_of
 from ..files import read_regular
 from ..strict import read_config_file
+from ..train.method import TextConfig
 from ..train.registry import of
+from ..train.rlaif import RLAIFConfig
 from ..train.stage import StageResult
 from ..untrusted import MAX_LINE
 
@@ -89,7 +91,7 @@ def next_lines(leaves: str, model: Path, run: Path, began: str | None = None, da
 _OF_LABELS = ("labelled", "pairs", "judge/accuracy", "gold/agreement", "position_bias", "flips")
 
 
-def stage_told(config: Any, done: StageResult) -> str:
+def stage_told(config: TextConfig | RLAIFConfig, done: StageResult) -> str:
     """How a stage went, and what to type now."""
     leaves = of(config).leaves
     shown = [k for k in done.metrics if (k in _OF_LABELS if leaves == "pairs" else k.startswith("eval/"))]

@@ -63,7 +63,7 @@ class Beginnings(NamedTuple):
 def find_beginnings(
     rows: Sequence[dict[str, Any]], tokenizer: Any, rule: StepRule = LINES, chat: bool | None = None
 ) -> Beginnings:
-    """What of some answers stands before the end of each step, once where several answers begin alike.
+    """What some answers have before the end of each step, once where several answers begin alike.
 
     Args:
         rows, tokenizer, rule, chat: as in `label_steps`.

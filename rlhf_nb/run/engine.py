@@ -83,7 +83,7 @@ def asked_strategy(environment: Mapping[str, str] = os.environ) -> str:
     """The strategy that the environment asks for: "single" or one of `STRATEGIES`.
 
     Args:
-        environment: of a process that `accelerate launch`, `torchrun` or nobody started.
+        environment: of a process that `accelerate launch`, `torchrun` or neither started.
 
     Raises:
         ConfigError: an unknown name, or variables that contradict each other.
@@ -225,7 +225,7 @@ class Ranks:
         return whole[(units[:, None] * unit + torch.arange(unit)).flatten()].to(self.device)
 
     def repeats(self, keys: Tensor) -> Tensor | None:
-        """How often each key stands earlier among those of all ranks, in the order of `gather_rows`;
+        """How often each key is there earlier among those of all ranks, in the order of `gather_rows`;
         None with one process.
 
         Args:

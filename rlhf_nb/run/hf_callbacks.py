@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ..config import TrainConfig
 from ..core import ConfigError
 from .callbacks import Callback, EarlyStop, Flags, RunView
 
@@ -21,7 +22,7 @@ _CALLED = {"on_init_end", "on_train_begin", "on_step_end", "on_log", "on_evaluat
 class _Args:
     """The settings of a run under the names of `TrainingArguments`."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: TrainConfig) -> None:
         self._config = config
         self.output_dir, self.run_name, self.seed = config.output_dir, config.output_dir, config.seed
         self.logging_steps, self.eval_steps = config.log_every, config.eval_every

@@ -269,7 +269,7 @@ def part_at_exit() -> None:
     """
 
     def part() -> None:
-        gc.collect()  # a wrapper that nobody holds any more still holds the connection
+        gc.collect()  # a wrapper that nothing refers to any more still holds the connection
         failed = getattr(sys, "last_value", None) is not None  # after an error the other ranks may never come here
         if torch.distributed.is_initialized() and not failed:
             torch.distributed.destroy_process_group()

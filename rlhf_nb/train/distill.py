@@ -267,7 +267,9 @@ class DistillTrainer(TextTrainer[DistillConfig]):
         disable_dropout(model)
         if teacher is None:
             if config.teacher is None:
-                raise ConfigError("teacher is not set, so there is nobody to learn from: teacher=FOLDER or a hub name.")
+                raise ConfigError(
+                    "teacher is not set, so there is no model to learn from: teacher=FOLDER or a hub name."
+                )
             where = ModelConfig(name_or_path=config.teacher, trust_remote_code=config.model.trust_remote_code)
             check_same_tokens(tokenizer, load_tokenizer(where), config.teacher, "teacher")
             precision = decide_precision(config.device, config.precision)

@@ -125,7 +125,7 @@ class RewardEntry(StrictConfig):
     @model_validator(mode="before")
     @classmethod
     def _settings_of_a_verifier(cls, data: Any) -> Any:
-        """What stands beside `verify` and is no setting of an entry is one of the verifier."""
+        """What is beside `verify` and is no setting of an entry is one of the verifier."""
         if not isinstance(data, Mapping) or "verify" not in data:
             return data
         apart = ("options", "reads", "output", "aggregate", "place")
