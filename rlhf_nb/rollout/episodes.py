@@ -196,7 +196,7 @@ def environment_kinds(environment: Any, tools: Iterable[Callable[..., Any]] = ()
         return {str(k): environment_kind(make, given, str(k)) for k, make in environment.items()}
     return {None: environment_kind(environment, given)}
 
-
+# %% ../../nbs/rollout/episodes.ipynb #7675fa6d
 class _Seat:
     """An episode's environment, of any kind.
 

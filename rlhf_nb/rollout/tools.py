@@ -210,7 +210,7 @@ def _called(f: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     found = f(**arguments)
     return later() if inspect.isawaitable(found) or inspect.isasyncgen(found) else _as_text(found)
 
-
+# %% ../../nbs/rollout/tools.ipynb #6263a939
 class Tools:
     """Functions that a policy may call.
 
