@@ -326,10 +326,8 @@ class Episodes(Sampler):
         self.window, self._told, self._tried = window or 1 << 40, set[str](), set[str]()
         tools = any(kind.schemas for kind in self.kinds.values())
         set_chat_template(tokenizer, "chatml" if tools and not tokenizer.chat_template else None)
-        self.form: Any = config.form
-        if config.form == "auto":
-            said = getattr(tokenizer, "response_template", None) or {}
-            self.form = said if "tool_calls" in said.get("fields", ()) else call_form(str(tokenizer.chat_template))
+        brought = getattr(tokenizer, "response_template", None)
+        self.form = call_form(str(tokenizer.chat_template), brought) if config.form == "auto" else config.form
         for kind in self.kinds.values():
             self._check_template(kind)
 

@@ -59,9 +59,13 @@ _BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _DECODER = json.JSONDecoder()
 
 
-def call_form(template: str | None) -> CallForm:
-    """The form in which a model writes calls, from its chat template."""
+def call_form(template: str | None, brought: Any = None) -> Any:
+    """The form in which a model writes calls: its tokenizer's response template, if that reads any, or one of
+    `CallForm`, from the chat template.
+    """
     text = template or ""
+    if "tool_calls" in (brought or {}).get("fields", ()):
+        return brought
     if "<tool_call>" in text:
         return "hermes"
     return "llama3" if "<|python_tag|>" in text or "ipython" in text else "json"
