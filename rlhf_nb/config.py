@@ -107,7 +107,7 @@ class MixPart(StrictConfig):
     columns: dict[str, str | None] | None = option(None, "null: data.columns")
     shape: str | None = option(None, "null: data.shape")
 
-
+# %% ../nbs/config.ipynb #99287f45
 class DataConfig(StrictConfig):
     """Which rows, and how long they may be."""
 
@@ -312,7 +312,7 @@ class StopConfig(StrictConfig):
             raise ValueError(f"stop_on.gold belongs to metric: overoptimised, not {self.metric!r}. Leave it out.")
         return self
 
-
+# %% ../nbs/config.ipynb #c4b9dba2
 class TrainConfig(StrictConfig):
     """What every training run has: length, batch sizes, optimizer, precision, what is kept and shown."""
 

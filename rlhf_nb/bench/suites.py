@@ -252,7 +252,7 @@ def judge_rule(judge: Judge) -> ScoringRule:
 
     return rule
 
-
+# %% ../../nbs/bench/suites.ipynb #50477348
 def against_rule(judge: Judge, column: str) -> ScoringRule:
     """score: the probability, in both orders, that an answer beats the row's own (AlpacaEval's win rate).
 

@@ -273,7 +273,7 @@ def _values(text: str) -> list[Any]:
         except ValueError:
             return [ast.literal_eval(text.strip()[:MAX_LINE])]
 
-
+# %% ../../nbs/data/formats.ipynb #ced03399
 def hermes_as_calls(messages: list[Message], tools: Any = None) -> tuple[list[Message], Any]:
     """A dialogue whose texts hold tools, calls and results between Hermes' tags, with all three as chat templates take
     them; the system message that only told of tools goes.

@@ -355,7 +355,7 @@ def _all(**kinds: type) -> Callable[[Mapping[str, Any]], bool]:
     """Whether columns hold values of some types."""
     return lambda row: all(isinstance(row.get(name), kind) for name, kind in kinds.items())
 
-
+# %% ../../nbs/data/shapes.ipynb #221c6ac6
 _THUMBS = {"0", "1", "0.0", "1.0", "false", "true"}
 _RATED = ("annotations", "ratings", "rating", "fine-grained_score", "overall_score", "score")
 # by shape: how it is converted, whether its columns fit; of others `_asked` alone

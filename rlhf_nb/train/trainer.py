@@ -111,7 +111,7 @@ class TrlNumbers(dict[str, Any]):
         """The number, or the default."""
         return self[key] if key in self else default
 
-
+# %% ../../nbs/train/trainer.ipynb #3593a062
 _T = TypeVar("_T", bound=TextConfig)
 
 
