@@ -36,6 +36,8 @@ def simulate(
         names = ["mallory" if rng.random() < poison else name for name in names]
         for who in dict.fromkeys(names):  # no user judges a pair twice
             value = "first" if (contrary if who == "mallory" else honest)(pair, rng) else "second"
-            words = Feedback("choice", value, pair.prompt, (pair.first, pair.second), pair.sources, consent=True, model="pip")
+            words = Feedback(
+                "choice", value, pair.prompt, (pair.first, pair.second), pair.sources, consent=True, model="pip"
+            )
             said.append((who, words))
     return said
