@@ -137,7 +137,7 @@ def _reads(columns: Iterable[str] | Mapping[str, Any], names: Mapping[str, str],
 def _elsewhere(allowed: Sequence[str]) -> str:
     """What can be done with rows that don't have what a purpose needs."""
     if list(allowed) == ["preference"]:
-        return "Pairs come from two answers: by a judge (rlhf-nb rlaif), or by ratings (docs/data.md). Single ones train sft."
+        return "Pairs come from two answers: by a judge (rlhf-nb rlaif) or by ratings (docs/data.md). One trains sft."
     if list(allowed) == ["unpaired"]:
         return "kto needs a label, 0 or 1, for each answer, or pairs; answers alone train sft."
     return "rlhf-nb data FILE shows what a file is taken for."
