@@ -107,7 +107,7 @@ class MixPart(StrictConfig):
     columns: dict[str, str | None] | None = option(None, "null: data.columns")
     shape: str | None = option(None, "null: data.shape")
 
-
+# %% ../nbs/config.ipynb #99287f45
 class DataConfig(StrictConfig):
     """Which rows, and how long they may be."""
 
@@ -145,9 +145,6 @@ class DataConfig(StrictConfig):
         {}, "old name: new name, for columns that are called something else; null drops one"
     )
     shape: str | None = option(None, "alpaca, sharegpt, ..., where columns can be read in two ways; null: they tell")
-    attributes: dict[str, float] | None = option(
-        None, "HelpSteer2: attribute: weight in the score; null: the published weights"
-    )
     streaming: bool = option(False, "read rows as they are needed, never the whole set")
     shuffle_buffer: int = option(1000, "rows held for shuffling while streaming", ge=1)
 
@@ -313,7 +310,7 @@ class StopConfig(StrictConfig):
             raise ValueError(f"stop_on.gold belongs to metric: overoptimised, not {self.metric!r}. Leave it out.")
         return self
 
-
+# %% ../nbs/config.ipynb #c4b9dba2
 class TrainConfig(StrictConfig):
     """What every training run has: length, batch sizes, optimizer, precision, what is kept and shown."""
 

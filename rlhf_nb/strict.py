@@ -421,7 +421,7 @@ def option(default: Any, about: str, **limits: Any) -> Any:
     """
     return Field(default=default, description=about, **limits)
 
-
+# %% ../nbs/strict.ipynb #10173ca1
 class StrictConfig(BaseModel):
     """A group of settings: checked when made, never changed, the same in Python, YAML, JSON and `key=value`."""
 

@@ -77,7 +77,7 @@ def _after_lines(text: str, n: int) -> int | None:
         at = end + 1
     return None
 
-
+# %% ../../nbs/decode/stops.ipynb #0e01b606
 @dataclass(frozen=True)
 class Stops:
     """Where an answer ends.

@@ -374,7 +374,7 @@ def completed(kind: str, config: TextConfig, toy: bool, resume: bool = False) ->
         tell(f"Note: {chosen}. The run's config.yaml has them.")
     return config
 
-
+# %% ../../nbs/pipeline/doctor.ipynb #ba0e695e
 def cost_here(config: TextConfig) -> list[str]:
     """What a step would cost on this machine, in lines; none where that isn't known (see `estimate`).
 

@@ -115,7 +115,7 @@ def _with_files(config: TextConfig, begun: Sequence[Path]) -> TextConfig:
     full = whole(settings)
     return config if full == settings else type(config).model_validate(full)
 
-
+# %% ../../nbs/pipeline/fork.ipynb #5096d222
 def _check_changes(old: Any, new: Any) -> list[str]:
     """What a fork changes, as `key: old -> new`.
 

@@ -170,7 +170,7 @@ class StopVote:
         """The work has ended: from here on no rank may stop in it."""
         self.decided = self.decided or self._decide("go")
 
-
+# %% ../../nbs/run/engine.ipynb #dc4e744e
 class Ranks:
     """What the processes of a run tell each other; with one process, nothing is sent.
 
@@ -346,7 +346,7 @@ def strategy_here(precision: Precision) -> Strategy:
     strategy.name = asked
     return strategy
 
-
+# %% ../../nbs/run/engine.ipynb #d2aa85bb
 class Engine:
     """Devices, ranks, number formats, the optimizer: everything the loop does not want to know.
 

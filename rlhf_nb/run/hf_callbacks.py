@@ -64,7 +64,7 @@ def log_of(run: Any) -> list[dict[str, Any]]:
     evals = [{k.replace("/", "_", 1): v for k, v in event.items()} for event in run.history.evals]
     return sorted(steps + evals, key=lambda event: event["step"])
 
-
+# %% ../../nbs/run/hf_callbacks.ipynb #637eb1c0
 class TransformersCallback(Callback):
     """A `TrainerCallback` as an observer of this package's loop.
 

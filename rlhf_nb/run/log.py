@@ -254,7 +254,7 @@ def writing(path: Path, alone: bool) -> Iterator[int]:
             yield fd
             return
 
-
+# %% ../../nbs/run/log.ipynb #169fca4e
 class ControlRequests:
     """The control file as the run sees it: new requests, and which were served at what step.
 

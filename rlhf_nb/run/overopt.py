@@ -172,7 +172,7 @@ class GoldCurve:
         kl, gold = zip(*self.points)
         return fit_gold(kl, gold, level=level)
 
-
+# %% ../../nbs/run/overopt.ipynb #ea0f581c
 class StopAtPeak(Callback):
     """Ends a run whose gold reward has fallen.
 

@@ -343,7 +343,7 @@ def _check(run: Any) -> dict[str, Any] | None:
     set_rng_state(state)
     return found
 
-
+# %% ../../nbs/run/state.ipynb #2661330d
 def _begin(run: Any) -> None:
     """A fresh run: seeds and the first event."""
     engine, seed = run.engine, run.config.seed
@@ -454,7 +454,7 @@ def roll_back(folder: str | Path, step: int, failed: bool = False) -> Path:
         log.close()
     return aside
 
-
+# %% ../../nbs/run/state.ipynb #09def92b
 def keep_served(path: Path, step: int) -> None:
     """Cut a control file back to what had been served at a step, so that nothing later is set again."""
     requests = ControlRequests(path)

@@ -132,7 +132,7 @@ def group_metrics(scores: Tensor, group: int) -> dict[str, float]:
         "groups/all_best": float((dead * (groups.mean(1) >= groups.max())).mean()),
     }  # fmt: skip
 
-
+# %% ../../nbs/train/online.ipynb #7af49291
 def promises_kept(r: Rollout, eos: Sequence[int]) -> dict[str, float]:
     """What must hold whatever the reward is: ends of answers count, and equal answers are worth the same.
 
@@ -595,7 +595,7 @@ class OnlineMethod(TextMethod):
         self.by_question = {f"eval/{shown_as(k)}": v.tolist() for k, v in found.scores.items()}
         return {f"eval/{k}": v for k, v in found.summary().items()}
 
-
+# %% ../../nbs/train/online.ipynb #9da11ca2
 def holds_model(fn: Any) -> bool:
     """Whether a reward computes with a model of this process: then asking it is no waiting."""
     return any(isinstance(x, nn.Module) for x in [*getattr(fn, "members", ()), *getattr(fn, "__dict__", {}).values()])
@@ -676,7 +676,7 @@ def check_draws(method: OnlineMethod, prompts: PromptBatch) -> dict[str, Any]:
         answers = {"answers": "exact" if why is None else f"close: {why}"}
         return asdict(self_check(method.model, r, sampling.temperature, ours, others=method.models())) | answers
 
-
+# %% ../../nbs/train/online.ipynb #483c9ee3
 def evaluate_held_out(method: OnlineMethod, held_out: Sequence[Row]) -> PolicyEval:
     """What a method's policy answers to held-out prompts, and what is measured, over all processes.
 
