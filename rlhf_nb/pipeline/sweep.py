@@ -530,7 +530,7 @@ class SweepConfig(StrictConfig):
             else:
                 raise ConfigError(
                     f"over.{key} is {values!r}; it is a list of values or {{low, high, log}}. What is the same for all "
-                    "stands in settings."
+                    "is a line of settings."
                 )
         return out
 
