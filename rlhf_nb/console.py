@@ -36,7 +36,7 @@ def tell(text: str, err: bool = True, end: str = "\n") -> None:
 
 
 def rank() -> int:
-    """Which of several processes this is, as torchrun and accelerate say; 0 where nobody does."""
+    """Which of several processes this is, as torchrun and accelerate say; 0 where neither does."""
     return int(os.environ.get("RANK", "0"))
 
 

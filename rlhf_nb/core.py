@@ -81,7 +81,7 @@ class Precision(NamedTuple):
     device: torch.device
     compute_dtype: torch.dtype  # of matrix products, inside autocast
     trainable_dtype: torch.dtype  # of parameters the optimizer updates: always float32
-    frozen_dtype: torch.dtype  # of parameters nobody updates: as small as the device computes well
+    frozen_dtype: torch.dtype  # of parameters that are not updated: as small as the device computes well
     grad_scaler: bool  # float16 gradients underflow without one
     reason: str
     chosen: bool = True  # False: the format was asked for
@@ -145,7 +145,7 @@ def growing_segments() -> bool:
     """Let CUDA's allocator grow its blocks in place, so that less memory lies in pieces between them;
     whether that is so.
 
-    PyTorch looks at this when CUDA starts, and whoever has set PYTORCH_ALLOC_CONF, to anything, has decided.
+    PyTorch looks at this when CUDA starts, and a PYTORCH_ALLOC_CONF that the user has set, to anything, is kept.
     """
     if not torch.cuda.is_available() or sys.platform != "linux":
         return False

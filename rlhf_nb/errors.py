@@ -26,7 +26,7 @@ def mended(text: str) -> str:
 
 
 def printable(text: object) -> str:
-    """A text that a terminal only shows, whoever wrote it; new lines and tabs stay.
+    """A text, from any author, that a terminal only shows; new lines and tabs stay.
 
     Args:
         text: anything; control characters become their pictures (ESC is ␛), other invisible commands their number
@@ -45,7 +45,7 @@ _LONG = re.compile(r"\S{500,}")  # no word and no path: something was quoted who
 
 
 def _shorter(found: re.Match[str]) -> str:
-    """Beginning and end of what nobody would read."""
+    """Beginning and end of a text too long to read."""
     return f"{found[0][:200]}…({len(found[0]):,} characters)…{found[0][-40:]}"
 
 
@@ -112,14 +112,14 @@ def suggest(name: str, choices: Iterable[str]) -> str | None:
     """The choice nearest to a mistyped name, for error messages.
 
     Args:
-        name: what somebody wrote.
+        name: as written.
         choices: what would have been valid.
 
     Returns:
         The nearest choice (case, `-` and `_` don't count), or None when nothing looks alike.
     """
     plain = {c.lower().replace("-", "_"): c for c in choices}
-    name = str(name)[:100]  # the comparison takes the square of the length, and nobody mistypes a hundred letters
+    name = str(name)[:100]  # the comparison takes the square of the length, and no typo has a hundred letters
     name = name.lower().replace("-", "_")
     found = difflib.get_close_matches(name, list(plain), n=8, cutoff=0.6)
     return plain[min(found, key=lambda other: _edits(name, other))] if found else None
@@ -143,7 +143,7 @@ def check_choice(what: str, value: Any, choices: Iterable[str], error: type[Rlhf
 
     Args:
         what: how the setting is called in the message.
-        value: what somebody wrote.
+        value: as written.
         choices: what is valid.
         error: what is raised.
     """
@@ -164,7 +164,7 @@ _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
 
 def read_interval(value: int | str | None) -> Interval:
-    """An interval as it stands in a config.
+    """An interval as a config writes it.
 
     Args:
         value: a number of steps, a time such as "30s", "10min" or "2h", "epoch", or None for never.

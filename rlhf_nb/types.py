@@ -68,7 +68,7 @@ def host(x: Tensor) -> Tensor:
 
 
 def sent(x: Tensor, device: torch.device | str) -> Tensor:
-    """A tensor on a device, with the host's copy beside it; to a GPU from pinned memory, so that nobody waits.
+    """A tensor on a device, with the host's copy beside it; to a GPU from pinned memory, so that the host doesn't wait.
 
     Args:
         x: on the CPU, usually; as it is, if it is there already.
@@ -108,7 +108,7 @@ def fetch(xs: Iterable[Tensor]) -> None:
     for x, kept in zip([x for x in xs if _known(x) is None], torch.split(flat, [x.numel() for x in asked])):
         remember(x, kept.to(x.dtype).view(x.shape))
 
-
+# %% ../nbs/types.ipynb #699d21f0
 def sent_together(xs: Sequence[Tensor], device: torch.device | str) -> list[Tensor]:
     """Several tensors of the CPU on a device, those of one kind in one message.
 
@@ -128,7 +128,7 @@ def sent_together(xs: Sequence[Tensor], device: torch.device | str) -> list[Tens
 
 
 def where_true(mask: Tensor) -> Tensor:
-    """int64[n], flat places where a mask is true, on its device; nobody waits where the host knows the mask."""
+    """int64[n], flat places where a mask is true, on its device; no wait where the host knows the mask."""
     return sent(host(mask).reshape(-1).nonzero()[:, 0], mask.device)
 
 
@@ -537,7 +537,7 @@ class PromptBatch(Batch):
     uid: Int[Tensor, "B"]  # id of the prompt, from its tokens
     prompts: list[Any]  # B texts or message lists, as given
     columns: dict[str, list[Any]] = field(default_factory=dict)  # further dataset columns, B entries each
-    before: Int[Tensor, "B"] | None = None  # how often the prompt stands earlier, in a batch that ranks share
+    before: Int[Tensor, "B"] | None = None  # how often the prompt is there earlier, in a batch that ranks share
     start: Int[Tensor, "B"] | None = None  # position of the first token to draw, where an answer goes on; None: 0
 
     @property
@@ -596,7 +596,7 @@ class PreferenceBatch(Batch):
     rejected_ids: Int[Tensor, "B D"]  # padded on the right; D may differ from C
     rejected_lens: Int[Tensor, "B"]
     rejected_mask: Bool[Tensor, "B D"]
-    margin: Float[Tensor, "B"] | None = None  # how much better the chosen one is, where somebody said
+    margin: Float[Tensor, "B"] | None = None  # how much better the chosen one is, where it is known
 
     def lengths(self) -> list[tuple[int, ...]]:
         """(prompt, chosen, rejected) of each row."""
@@ -627,7 +627,7 @@ class PreferenceBatch(Batch):
             chosen: B lists of token ids, the preferred completions.
             rejected: B lists of token ids, the others.
             pad_id: fills the places that no token takes.
-            margin: by how much each chosen completion is better; None where nobody said.
+            margin: by how much each chosen completion is better; None where it is unknown.
             masks: of chosen and rejected completions, 1 where a token counts in the loss; None: every token does.
         """
         sizes = {"prompts": len(prompts), "chosen": len(chosen), "rejected": len(rejected)}

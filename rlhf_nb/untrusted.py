@@ -116,7 +116,7 @@ def json_lines(file: BinaryIO, limit: int = MAX_LINE, whole: bool = True) -> Ite
     """The lines of a file of JSON lines, each read on its own.
 
     Args:
-        file: opened in binary; it is read from where it stands, and at most one line is held.
+        file: opened in binary; it is read from its position, and at most one line is held.
         limit: most bytes of a line; a longer one is passed over, and after one of `GIVE_UP` bytes nothing more is read.
         whole: replace lone surrogates, see `json_value`.
     """
@@ -164,7 +164,7 @@ class _Loader(yaml.SafeLoader):
         node = super().compose_node(parent, index)
         self._level -= 1
         if again and id(node) not in self._sizes:
-            raise yaml.composer.ComposerError(None, None, "an alias stands inside what it repeats", mark)
+            raise yaml.composer.ComposerError(None, None, "an alias is inside what it repeats", mark)
         if not again and node is not None:
             inner = node.value if isinstance(node, yaml.CollectionNode) else []
             parts = [n for x in inner for n in (x if isinstance(x, tuple) else (x,))]
@@ -218,7 +218,7 @@ def parse_yaml(text: str) -> Any:
     """YAML text as plain values, by the rules of YAML 1.2; no tags that build objects.
 
     Args:
-        text: whoever wrote it: its length, its depth and what its aliases make of it are bounded.
+        text: from any author: its length, its depth and what its aliases make of it are bounded.
 
     Raises:
         Unreadable: no YAML within the bounds.

@@ -469,7 +469,7 @@ def test_judgements_that_contradict_each_other_are_counted(tmp_path: Path) -> No
         in found
     )
     assert "1 row is" not in found and "1 pair has no difference (row 3:" in found
-    assert "1 of its 1 judgements stand here the other way round (its row 0 is row 1, turned:" in found
+    assert "1 of its 1 judgements are here the other way round (its row 0 is row 1, turned:" in found
     clean = look(lines(tmp_path / "clean.jsonl", rows[:2]))
     assert "contradict" not in clean and "no difference" not in clean
     thumbs = [{"prompt": "Hi", "completion": "Hello.", "label": up} for up in (1, 0)]

@@ -21,9 +21,9 @@ __all__ = ['Row', 'END', 'LARGEST', 'SLIP', 'BY', 'SIGNS', 'Sum', 'sums', 'read_
            'legs_pairs', 'build_tokenizer', 'build_model']
 
 # %% ../../nbs/data/legs.ipynb #9c276c0c
-END = ";"  # stands between two legs
+END = ";"  # between two legs
 LARGEST = 3  # number that is added; the first one may be any digit
-_NUMBERS = 6  # of a sum, always as many: a small model then knows where each stands
+_NUMBERS = 6  # of a sum, always as many: a small model then knows where each is
 
 
 class Sum(NamedTuple):

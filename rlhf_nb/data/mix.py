@@ -36,7 +36,7 @@ def apportion(n: int, weights: Sequence[float], seed: int = 0) -> list[int]:
 
 # %% ../../nbs/data/mix.ipynb #4638b0db
 class MixSource:
-    """Several sources as one; where it stands can be saved and restored exactly.
+    """Several sources as one; its position can be saved and restored exactly.
 
     Args:
         sources: at least one; each with next_batch, state_dict, load_state_dict and epoch.

@@ -81,7 +81,7 @@ def weights_of(data: DataConfig) -> list[float] | None:
 
 def reading_of(data: DataConfig, seed: int = 0) -> Reading:
     """What a config says about the shape of its rows."""
-    return Reading(data.shape, seed, data.attributes, data.thoughts)
+    return Reading(data.shape, seed, data.thoughts)
 
 
 def in_kind(rows: Iterable[Row], kind: RowKind, reading: Reading = PLAIN) -> Iterator[Row]:
@@ -99,7 +99,7 @@ def in_kind(rows: Iterable[Row], kind: RowKind, reading: Reading = PLAIN) -> Ite
         return to_unpaired(rows, reading)
     return to_rows(rows, kind, reading)
 
-
+# %% ../../nbs/data/rows.ipynb #a57667f7
 HUB_PARTS = {  # names for some rows of a dataset of the hub, as it was at a commit
     "hh-1k": ("Anthropic/hh-rlhf", 1000, "09be8c5bbc57cb3887f3a9732ad6aa7ec602a1fa"),
 }
@@ -244,8 +244,8 @@ def held_out_of_stream(data: DataConfig, kind: RowKind, seed: int = 0) -> list[R
 def stream_rows(
     data: DataConfig, held: Sequence[Row], kind: RowKind, seed: int, tokenize: Callable[[list[Row]], list[Row]]
 ) -> StreamSource:
-    """A source that reads `data.path` as it goes and never holds the whole set; what is held out is left out wherever
-    it stands.
+    """A source that reads `data.path` as it goes and never holds the whole set; what is held out is left out
+    wherever it comes.
 
     Args:
         data: where the stream comes from, and its `shuffle_buffer`.

@@ -600,7 +600,7 @@ def _same_rows(state: dict[str, Any], rows: Sequence[Row]) -> None:
 
 # %% ../../nbs/data/sources.ipynb #a55a496c
 class MemorySource:
-    """Rows in memory, reshuffled each epoch; where it stands can be saved and restored exactly.
+    """Rows in memory, reshuffled each epoch; its position can be saved and restored exactly.
 
     Args:
         rows: at least one row.
@@ -643,7 +643,7 @@ class MemorySource:
         return out
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the source stands; fits into JSON."""
+        """The source's position; fits into JSON."""
         shape = {"rows": len(self.rows), "fingerprint": _fingerprint(self.rows)}
         return {"epoch": self.epoch, "position": self.position, "seed": self.seed, "shuffle": self.shuffle, **shape}
 
@@ -681,7 +681,7 @@ def shuffle_buffer(rows: Iterable[Row], size: int, seed: int) -> Iterator[Row]:
 
 # %% ../../nbs/data/sources.ipynb #6ee3cbd9
 class StreamSource:
-    """Rows from a stream through a shuffle buffer; where it stands can be saved and restored exactly.
+    """Rows from a stream through a shuffle buffer; its position can be saved and restored exactly.
 
     Args:
         open_fn: opens the rows from their start (`open_rows(path)`), or something that can be iterated again and again,
@@ -742,7 +742,7 @@ class StreamSource:
         return out
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the source stands; fits into JSON."""
+        """The source's position; fits into JSON."""
         place = {"epoch": self.epoch, "position": self.position, "seed": self.seed, "buffer": self.buffer}
         chunk = {"start": self._start, "given": self._given, "chunk": self.chunk}
         return {**place, **chunk, "fingerprint": _fingerprint(self._raw)}

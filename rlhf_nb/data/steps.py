@@ -20,7 +20,7 @@ __all__ = ['LINES', 'StepRule', 'tokens_at', 'step_ends', 'tokenize_steps']
 class StepRule(NamedTuple):
     """Where steps end."""
 
-    separator: str = "\n"  # stands at the end of each step but the last
+    separator: str = "\n"  # at the end of each step but the last
     pattern: str | None = None  # a step ends where a match of this ends, instead
     token: str | None = None  # a step ends with this token, instead; rows get it after each step
 

@@ -22,7 +22,7 @@ MOST = 20  # the largest number in a problem
 
 
 class Problem(NamedTuple):
-    """Somebody has a number of things and gets more."""
+    """A person has a number of things and gets more."""
 
     name: str
     thing: str

@@ -163,7 +163,7 @@ def branches_pay(branches: Branches, width: int) -> bool:
 
 # %% ../../nbs/fast/attention.ipynb #159f0002
 class Stretches(NamedTuple):
-    """Tokens that ask and tokens that are asked, stretch by stretch: the last of both are the same tokens, and nobody
+    """Tokens that ask and tokens that are asked, stretch by stretch: the last of both are the same tokens, and none
     looks ahead."""
 
     queries: Tensor  # int32[S + 1], where each stretch of queries begins; the last is M
@@ -173,7 +173,7 @@ class Stretches(NamedTuple):
 
 
 def stretches(branches: Branches, device: torch.device) -> Stretches:
-    """Rows and trees as stretches, on a device; nobody waits for it.
+    """Rows and trees as stretches, on a device; the host doesn't wait for it.
 
     Args:
         branches: tokens of each row's prompt, then of each of its answers.
@@ -291,7 +291,7 @@ def flex_mask(branches: Branches, device: torch.device) -> Any:
 
 @cache
 def _compiled(kind: str) -> Any:
-    """`flex_attention`: compiled on a GPU, as it stands elsewhere."""
+    """`flex_attention`: compiled on a GPU, as it is elsewhere."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention, dynamic=True) if kind == "cuda" else flex_attention
@@ -342,7 +342,7 @@ AUTO = ("varlen", "flash_attn", "efficient")  # what is tried where nothing was 
 
 # %% ../../nbs/fast/attention.ipynb #159f0014
 def asked_attention() -> str:
-    """How a GPU is to compute attention: `RLHF_NB_ATTENTION`, "auto" (what nobody asks for), "rows" (padding and masks)
+    """How a GPU is to compute attention: `RLHF_NB_ATTENTION`, "auto" (the default), "rows" (padding and masks)
     or a kernel's name.
 
     Raises:

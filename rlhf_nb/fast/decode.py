@@ -114,7 +114,7 @@ def prefill(decoder: FastDecoder, prompts: list[Tensor], max_tokens: int = 1024)
     Yields:
         Keys and values of the next few prompts, [layers, 2, prompts, K, length of the longest, D], where each prompt
         ends in the
-        last column (and something finite stands before it), and the logits of the tokens that follow, [prompts, V].
+        last column (and something finite is before it), and the logits of the tokens that follow, [prompts, V].
     """
     while prompts:
         n = 1
@@ -297,7 +297,7 @@ def decode(
         over: told a completion's tokens every few steps, it may end it.
 
     Returns:
-        Tokens int64[B, C] and log-probs float32[B, C]; what stands after the end of a completion means nothing (−1:
+        Tokens int64[B, C] and log-probs float32[B, C]; what follows the end of a completion means nothing (−1:
         nothing was written).
     """
     weight = model.get_input_embeddings().weight  # type: ignore[operator]

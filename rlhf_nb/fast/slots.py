@@ -34,7 +34,7 @@ class Slots:
         self.mask = torch.empty(size, heads, 1, columns, dtype=cache.dtype, device=device)
         self.ids = torch.full(
             (new_tokens + 1, rows), -1, device=device
-        )  # by row; the last line is for what nobody wants
+        )  # by row; the last line is for what is thrown away
         self.logps = torch.zeros(self.ids.shape, device=device)
         # where the next token is recorded (position in the completion · B + row), the token to feed next, its position
         # in the row
@@ -110,7 +110,7 @@ class Slots:
         self.count = keep
 
     def slide(self, room: int) -> None:
-        """Move all rows to the left, over columns that nobody needs any more, so that columns at the right become free.
+        """Move all rows to the left, over columns no longer needed, so that columns at the right become free.
 
         Args:
             room: columns that must stay left of where the next prompt ends.

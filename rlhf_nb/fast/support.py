@@ -57,7 +57,7 @@ def _from_library(name: str | None, file: str | None = None) -> bool:
 
 
 def _is_own(cls: type) -> bool:
-    """Whether a class is a library's and its forward is the function that stands in the class's body."""
+    """Whether a class is a library's and its forward is the function in the class's body."""
     owner = next(c for c in cls.__mro__ if "forward" in vars(c))
     f: Any = vars(owner)["forward"]
     own = _from_library(cls.__module__) and _from_library(cls.__call__.__module__)
@@ -302,7 +302,7 @@ def can_run(model: nn.Module, length: int | None = None) -> str | None:
     parts = (body, body) if outer is body else split(outer)
     return changed(outer) or (parts if isinstance(parts, str) else None) or _misfit(body, config, prefix, length)
 
-
+# %% ../../nbs/fast/support.ipynb #324cba37
 def _misfit(body: Any, config: PreTrainedConfig, prefix: str, length: int | None) -> str | None:
     """What in an unchanged decoder of a known family is of another kind than the blocks we run."""
     kinds = {getattr(sys.modules[type(body).__module__], prefix + part, None) for part in _PARTS}

@@ -207,7 +207,7 @@ class _Sum:
             self._add()
 
     def _add(self) -> None:
-        """Add what nobody can add to any more: first pieces first, and of these the cores in their order."""
+        """Add what is complete: first pieces first, and of these the cores in their order."""
         for at in sorted(self.waiting):
             found = self.waiting[at]
             if any(core not in found and ended <= at[0] for core, ended in enumerate(self.ended)):
@@ -225,8 +225,8 @@ def _plus(total: Tensor | None, more: Tensor) -> Tensor:
 
 # %% ../../nbs/fast/workers.ipynb #6a21c45e
 def balance(costs: Sequence[float], workers: int) -> list[list[int]]:
-    """Which pieces each of several workers takes so that all end at about the same time: the largest first, to whoever
-    has least.
+    """Which pieces each of several workers takes so that all end at about the same time: the largest first, to the
+    worker that has least.
 
     Args:
         costs: of each piece, in any unit.

@@ -75,7 +75,7 @@ def aggregate_steps(
     """One number for each answer.
 
     Args:
-        values: [B, C], value of each step at its last token; what stands elsewhere means nothing.
+        values: [B, C], value of each step at its last token; other entries mean nothing.
         ends: bool[B, C], 1 = a step ends at this token.
         how: "min", "product", "last" or "mean".
 
@@ -107,7 +107,7 @@ def step_rewards(
 def move_to_steps(
     rewards: Float[Tensor, "B C"], placed: Float[Tensor, "B C"], mask: Bool[Tensor, "B C"]
 ) -> Float[Tensor, "B C"]:
-    """Token rewards in which a part of the score stands at the ends of steps instead of at the last token.
+    """Token rewards in which a part of the score is at the ends of steps instead of at the last token.
 
     Args:
         rewards: [B, C], with the whole score at the last token of the mask.

@@ -27,7 +27,7 @@ def check_pairs(**columns: Float[Tensor, "B"] | None) -> None:
         found = ", ".join(f"{name} {list(x.shape)}" for name, x in given.items())
         raise DataError(
             f"expected one number per pair in every column, got {found}. "
-            "Anything else would be broadcast into pairs that nobody compared."
+            "Anything else would be broadcast into pairs that were never compared."
         )
 
 

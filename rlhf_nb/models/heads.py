@@ -107,7 +107,7 @@ class ScalarModel(nn.Module):
     Args:
         decoder: returns `last_hidden_state`; may hold LoRA layers.
         head: states to numbers.
-        adapter: computes with this LoRA adapter of the decoder (None: as the decoder stands).
+        adapter: computes with this LoRA adapter of the decoder (None: as the decoder is).
         lora_config: the peft configuration of that adapter, for saving.
     """
 

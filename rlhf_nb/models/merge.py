@@ -320,7 +320,7 @@ def _check_target(target: Path, said: str | Path, models: Sequence[ModelTensors]
 def _write_beside(
     folder: Path, sources: Sequence[Path], recipe: Recipe, read: Sequence[ModelTensors], written: list[str]
 ) -> None:
-    """Write what stands beside merged weights: the tokenizer's files, from the first source that has each, and the
+    """Write what belongs beside merged weights: the tokenizer's files, from the first source that has each, and the
     record of what was merged."""
     copy_beside(folder, sources)
     parts = [{"model": told_place(m.place), "files": sha256_of_weights(m)} for m in read]

@@ -307,7 +307,7 @@ def run_cycle(config: CycleConfig, say: Callable[[str], None] | None = None, aga
     Args:
         config: of the cycle.
         say: told what happens; None: print, if `config.console`.
-        again: learn although nobody said anything since the last turn.
+        again: learn although nothing was said since the last turn.
 
     Raises:
         ConfigError: no store, or no version and no model to start from.
@@ -356,7 +356,7 @@ def _turn(
     votes = {v.id for v in votes_of(said)[0]}
     newest = max((x.time for x in said if x.id in votes), default=0.0)
     if newest <= seen and not again and not ready:
-        return CycleTurn("nothing new", versions.current, "nobody has said anything to learn from since the last turn")
+        return CycleTurn("nothing new", versions.current, "nothing to learn from was said since the last turn")
     if ready.get("model") != versions.current:
         if ready:
             say(f"{folder} was begun with {ready.get('model')}, and {versions.current} is current now: it begins anew.")

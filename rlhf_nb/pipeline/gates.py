@@ -181,7 +181,7 @@ def check_policy(
         wins = f"by {name} it wins {both.rate.value:.1%} against the model before, {low:.1%} at the lower end"
         check(f"wins by {name}", low >= floor, f"{wins}; at least {floor:.1%} is asked")
     if not trusted:
-        none = "no trusted reward is named (gates.trusted), so nobody has looked at what the answers are worth"
+        none = "no trusted reward is named (gates.trusted), so nothing has measured what the answers are worth"
         check("trusted rewards", True, none)
     if near and factor is not None:
         now, before = (max(float(x.lengths.float().mean()), 1e-9) for x in (new, old))

@@ -33,7 +33,7 @@ from ..run.lock import RunLock
 from ..run.log import config_changes
 from ..run.state import clean_saves
 from ..scale.launch import check_launch, launch
-from ..train.method import tokenize_rows
+from ..train.method import TextConfig, tokenize_rows
 from ..train.online_config import OnlineConfig, load_reward, rewarded
 from ..train.ppo import PPOConfig
 from ..train.rlaif import RLAIFConfig
@@ -485,13 +485,13 @@ class RLHFPipeline:
         only replaces what left no checkpoint).
 
         Raises:
-            RunError: a stage that it builds on is not finished, or somebody works in the folder.
+            RunError: a stage that it builds on is not finished, or another process works in the folder.
         """
         with RunLock(self.path):
             return self._stage(stage, resume, overwrite)
 
     def _stage(self, stage: str, resume: bool, overwrite: bool) -> StageResult:
-        """A stage of a pipeline whose folder nobody else has."""
+        """A stage of a pipeline whose folder no other process has."""
         config, done = self.stage_config(stage), {} if overwrite and not resume else self.finished(stage)
         if done:
             self.say(f"{stage}: finished before, skipped.")
@@ -574,7 +574,7 @@ class RLHFPipeline:
                 left no checkpoint.
 
         Raises:
-            RunError: the folder holds another pipeline or somebody works there, or the settings of a finished stage
+            RunError: the folder holds another pipeline or a process works there, or the settings of a finished stage
                 were changed.
             ConfigError: a stage has no model to start from, or no rows.
             KeyboardInterrupt: it was interrupted; a checkpoint was left.
@@ -662,7 +662,7 @@ def _answers_of(
     return evaluate(model, tokenizer, prompts, judges, reference, sampling, seed), model
 
 
-def trusted_rewards(plan: StagePlan, config: Any) -> dict[str, Any]:
+def trusted_rewards(plan: StagePlan, config: TextConfig) -> dict[str, Any]:
     """Rewards that nothing learns from: gold in the toy world, and those that `gates.trusted` names.
 
     Args:

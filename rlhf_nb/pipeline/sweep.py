@@ -261,6 +261,7 @@ def _open(folder: Path, base: Any, overwrite: bool) -> None:
         for old in [*folder.glob("*/seed-*"), *folder.glob("worker-*.log"), place]:
             shutil.rmtree(old) if old.is_dir() else old.unlink()
     if place.exists():
+        open_regular(place).close()  # a link out of the folder is refused
         same = read_json(folder / "kind.json").get("method") == name
         changes = config_changes(shared(type(base).load(place)), shared(base)) if same else ["another method"]
         if changes:
@@ -529,7 +530,7 @@ class SweepConfig(StrictConfig):
             else:
                 raise ConfigError(
                     f"over.{key} is {values!r}; it is a list of values or {{low, high, log}}. What is the same for all "
-                    "stands in settings."
+                    "is a line of settings."
                 )
         return out
 

@@ -44,7 +44,7 @@ class Requests(NamedTuple):
 
 
 def earlier(prompts: PromptBatch) -> Tensor:
-    "int64[B], how often each prompt stands earlier in the batch: it gets other random numbers there."
+    "int64[B], how often each prompt is there earlier in the batch: it gets other random numbers there."
     if prompts.before is not None:  # other ranks have a part of this batch
         return prompts.before.cpu()
     seen, out = Counter[int](), []
@@ -167,7 +167,7 @@ def may_share(model: nn.Module, short: Tensor, long: Tensor, pad: int, steps: in
         "all", "same length" or "none".
 
     Raises:
-        ModelError: `generate` says something else than the model itself, so its log-probs would be nobody's.
+        ModelError: `generate` says something else than the model itself, so its log-probs would be neither's.
     """
     weight = model.get_input_embeddings().weight  # type: ignore[operator]
     kind, dtype = weight.device.type, weight.dtype
@@ -208,7 +208,7 @@ def may_share(model: nn.Module, short: Tensor, long: Tensor, pad: int, steps: in
     known[key] = "all" if same <= bound and padded <= bound else "same length" if same <= bound else "none"
     return known[key]
 
-
+# %% ../../nbs/rollout/sampler.ipynb #bfbf3b1a
 def generate(
     model: nn.Module, asked: Requests, choose: Chooser, uniform: Tensor | None, new_tokens: int, size: int, pad: int,
     used: list[int]
@@ -284,7 +284,7 @@ def cut_at_eos(ids: Tensor, logps: Tensor, choose: Chooser, pad: int) -> tuple[T
     """Cut every row after its first EOS.
 
     Args:
-        ids, logps: [B, C]; what stands after a row's EOS is anything; −1: the row ended there without one.
+        ids, logps: [B, C]; what follows a row's EOS is anything; −1: the row ended there without one.
 
     Returns:
         ids, logps (`pad` and 0 after the end; no column that all rows have ended before), lens int64[B] (EOS included),
@@ -321,7 +321,7 @@ def sample_tokens(
     """`sample` without the tokenizer: ids in, ids out.
 
     Args:
-        eos: tokens that end a completion (may be empty); pad: what stands after the end.
+        eos: tokens that end a completion (may be empty); pad: what fills the row after the end.
         batch_size: most sequences decoded at the same time; cache_bytes: most bytes of their keys and values.
         fixed_shapes: decode with fixed shapes, as a GPU does with a recorded graph (None: not on a CPU).
         used: a list that is told how many rows each step worked on; kept tokens / their sum is the share of slots in
@@ -414,7 +414,7 @@ def as_rollout(
 
 
 def pad_id(tokenizer: Any) -> int:
-    "What stands after the end of a completion: PAD, else EOS, else 0."
+    "What fills a row after the end of a completion: PAD, else EOS, else 0."
     return next((int(x) for x in (tokenizer.pad_token_id, tokenizer.eos_token_id) if x is not None), 0)
 
 # %% ../../nbs/rollout/sampler.ipynb #7476f71f

@@ -43,7 +43,7 @@ def split_state(state: Any, at: str = "") -> tuple[Any, dict[str, torch.Tensor]]
         at: path of `state` in a larger one.
 
     Raises:
-        CheckpointError: something else stands in the state.
+        CheckpointError: the state has something else.
     """
     if isinstance(state, torch.Tensor):
         return {_MARK: at}, {at: state}

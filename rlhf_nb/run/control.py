@@ -150,7 +150,7 @@ class RunControl:
                 control.set(self.values[key])
 
     def take_config(self, changed: Iterable[str]) -> None:
-        """A setting that somebody has changed since the checkpoint counts, not what the checkpoint remembers of it.
+        """A setting that was changed since the checkpoint counts, not what the checkpoint remembers of it.
 
         Args:
             changed: dotted keys of the configuration.

@@ -85,7 +85,7 @@ def asked_strategy(environment: Mapping[str, str] = os.environ) -> str:
     """The strategy that the environment asks for: "single" or one of `STRATEGIES`.
 
     Args:
-        environment: of a process that `accelerate launch`, `torchrun` or nobody started.
+        environment: of a process that `accelerate launch`, `torchrun` or neither started.
 
     Raises:
         ConfigError: an unknown name, or variables that contradict each other.
@@ -172,7 +172,7 @@ class StopVote:
         """The work has ended: from here on no rank may stop in it."""
         self.decided = self.decided or self._decide("go")
 
-
+# %% ../../nbs/run/engine.ipynb #dc4e744e
 class Ranks:
     """What the processes of a run tell each other; with one process, nothing is sent.
 
@@ -227,7 +227,7 @@ class Ranks:
         return whole[(units[:, None] * unit + torch.arange(unit)).flatten()].to(self.device)
 
     def repeats(self, keys: Tensor) -> Tensor | None:
-        """How often each key stands earlier among those of all ranks, in the order of `gather_rows`;
+        """How often each key is there earlier among those of all ranks, in the order of `gather_rows`;
         None with one process.
 
         Args:
@@ -381,7 +381,7 @@ def strategy_here(precision: Precision) -> Strategy:
     strategy.name = asked
     return strategy
 
-
+# %% ../../nbs/run/engine.ipynb #d2aa85bb
 class Engine:
     """Devices, ranks, number formats, the optimizer: everything the loop does not want to know.
 

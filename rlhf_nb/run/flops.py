@@ -55,7 +55,7 @@ _GPUS: dict[str, list[float]] = table_of("run/gpus.yaml")
 
 @lru_cache(maxsize=8)
 def peak_flops(device: str, dtype: torch.dtype) -> float | None:
-    """Operations a second that a device can do in matrix products; None where nobody knows.
+    """Operations a second that a device can do in matrix products; None where it is unknown.
 
     Args:
         device: "cpu", "cuda", "cuda:1", ...; a CPU is measured, for some hundredths of a second, with as many threads

@@ -26,7 +26,7 @@ __all__ = ['NAME', 'BEAT', 'STALE', 'birth', 'machine', 'Holder', 'holder_of', '
 # %% ../../nbs/run/lock.ipynb #50500007
 def birth(pid: int) -> str:
     """When a process began, in the kernel's ticks; "" when there is none (a zombie is none),
-    "alive" where nobody can say.
+    "alive" where it can't be known.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -87,7 +87,7 @@ def _told(path: Path) -> Any:
 
 
 def holder_of(folder: str | Path) -> Holder | None:
-    """Who holds a folder, dead or alive; None: nobody.
+    """Who holds a folder, dead or alive; None: no process.
 
     Args:
         folder: of a run.
@@ -102,7 +102,9 @@ def holder_of(folder: str | Path) -> Holder | None:
     except (OSError, ValueError) as error:
         if isinstance(error, FileNotFoundError) and not path.is_symlink():
             return None
-        ours = path.exists() and not isinstance(error, FileRefused)  # no run has made what is no file: nobody holds it
+        ours = path.exists() and not isinstance(
+            error, FileRefused
+        )  # no run has made what is no file: no process holds it
         return Holder({}, path.stat().st_mtime if ours else 0.0)
 
 
@@ -228,7 +230,7 @@ class _Claim:
             os.close(file)
 
     def look(self) -> None:
-        """Find out whether the folder is still ours; a lock file that somebody deleted is made again."""
+        """Find out whether the folder is still ours; a lock file that was deleted is made again."""
         with _GUARD:
             if self.over.is_set():  # it was given back, and stays so
                 return
@@ -260,7 +262,7 @@ class _Claim:
                 for folder in self.made:
                     folder.rmdir()
 
-
+# %% ../../nbs/run/lock.ipynb #6b3adae3
 _CLAIMS: dict[str, _Claim] = {}
 _GUARD = threading.RLock()
 
@@ -281,7 +283,7 @@ class RunLock:
         """Lock the folder; what is locked already, by this object, changes to the present thread.
 
         Raises:
-            RunError: somebody else works there, or has taken over what was ours.
+            RunError: another process works there, or has taken over what was ours.
         """
         if self._claim is not None:
             self._claim.thread = threading.current_thread()
@@ -313,7 +315,7 @@ class RunLock:
         """Look whether the folder is still ours.
 
         Raises:
-            RunError: somebody has taken it over.
+            RunError: another process has taken it over.
         """
         if self._claim is not None:
             with suppress(OSError):

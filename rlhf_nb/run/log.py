@@ -217,7 +217,7 @@ def append_line(
     try:
         with writing(path, durable) as fd:
             size = os.lseek(fd, 0, os.SEEK_END)
-            if size and os.pread(fd, 1, size - 1) != b"\n":  # somebody was killed in the middle of a line
+            if size and os.pread(fd, 1, size - 1) != b"\n":  # a process was killed in the middle of a line
                 line = b"\n" + line
             written = os.write(fd, line)
             if durable:
@@ -254,7 +254,7 @@ def writing(path: Path, alone: bool) -> Iterator[int]:
             yield fd
             return
 
-
+# %% ../../nbs/run/log.ipynb #169fca4e
 class ControlRequests:
     """The control file as the run sees it: new requests, and which were served at what step.
 
@@ -280,7 +280,7 @@ class ControlRequests:
                 f.seek(self.offset)
                 for line in json_lines(f, MAX_REQUEST):
                     if not line.ended and line.size <= MAX_REQUEST:
-                        break  # somebody is writing it
+                        break  # it is being written
                     row = _request_of(line, self.offset)
                     self.offset += line.size
                     if "served" in row:
@@ -395,7 +395,7 @@ class RunDir:
             hint = did_you_mean(request, REQUESTS, f"There are: {', '.join(REQUESTS)}.")
             raise RunError(f"{request!r} is no request. {hint}")
         if not self.path.is_dir():
-            raise RunError(f"there is no run in {self.path} yet, so nobody would hear {request!r}: start it first")
+            raise RunError(f"there is no run in {self.path} yet, so no process would hear {request!r}: start it first")
         line = {"time": round(time.time(), 3), "id": uuid.uuid4().hex[:12], "request": request}
         append_line(self.control_path, line | ({"key": key, "value": value} if key is not None else {}))
         return str(line["id"])
@@ -538,7 +538,7 @@ class Meter:
 class History(Sequence[dict[str, Any]]):
     """The steps of a run, oldest first; `evals` holds its evaluations.
 
-    The newest steps stay in memory; older ones are read from the log again when somebody asks for them. `stopped` is
+    The newest steps stay in memory; older ones are read from the log again when they are asked for. `stopped` is
     None when the run did all its steps, else it says why it did not.
 
     Args:

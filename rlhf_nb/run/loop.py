@@ -512,7 +512,7 @@ class Trainer:
 
     @learns_or_answers
     def fit(self, resume: bool = False, overwrite: bool = False) -> History:
-        """Train to the end, or until somebody asks to stop; a checkpoint is left in either case.
+        """Train to the end, or until a stop is asked for; a checkpoint is left in either case.
 
         Args:
             resume: go on from the newest whole checkpoint in the run directory; an empty one is begun.
@@ -520,7 +520,7 @@ class Trainer:
                 checkpoint.
 
         Raises:
-            RunError: the folder holds another run or somebody works there, or updates kept being non-finite.
+            RunError: the folder holds another run or another process works there, or updates kept being non-finite.
             CheckpointError: there is none to go on from, or one could not be written (older ones are intact; `save()`
                 or `fit()` again goes on).
         """

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..config import TrainConfig
 from rlhf_nb.core import (
     CheckpointError, ConfigError, RunError, derive_seed, did_you_mean, read_interval, rng_state, seed_everything,
     set_rng_state,
@@ -152,7 +153,7 @@ class Saves:
     """
 
     def __init__(
-        self, config: Any, clock: Callable[[], float] = time.monotonic, epoch: int | None = None
+        self, config: TrainConfig, clock: Callable[[], float] = time.monotonic, epoch: int | None = None
     ) -> None:  # fmt: skip
         every = read_interval(config.save_every)
         self.every, self.clock = every._replace(steps=epoch) if every.epoch else every, clock
@@ -160,7 +161,7 @@ class Saves:
         self.metric, colon, way = keep_best.partition(":")
         if colon and way not in ("min", "max"):
             raise ConfigError(
-                f"keep_best is {config.keep_best!r}: behind the metric stands :min or :max, whichever is better"
+                f"keep_best is {config.keep_best!r}: behind the metric comes :min or :max, whichever is better"
             )
         if self.metric.startswith("eval/") and config.eval_every is None:
             raise ConfigError(
@@ -187,7 +188,7 @@ class Saves:
         self.pace, self.boundary = [*self.pace, now - self.boundary][-2:], now
         if self.every.seconds is None:
             return self.every.steps is not None and step % self.every.steps == 0
-        writing = writer.seconds or 0.1 * self.every.seconds  # of the first one nobody knows
+        writing = writer.seconds or 0.1 * self.every.seconds  # of the first one it is unknown
         spent, ahead = now - self.since, max(self.pace) + writing
         return not writer.busy and spent >= 2 * writer.seconds and spent + ahead >= self.every.seconds
 
@@ -342,7 +343,7 @@ def _check(run: Any) -> dict[str, Any] | None:
     set_rng_state(state)
     return found
 
-
+# %% ../../nbs/run/state.ipynb #2661330d
 def _begin(run: Any) -> None:
     """A fresh run: seeds and the first event."""
     engine, seed = run.engine, run.config.seed
@@ -418,7 +419,7 @@ def roll_back(folder: str | Path, step: int, failed: bool = False) -> Path:
         The folder that everything later is in now.
 
     Raises:
-        RunError: there is no run, or no such checkpoint, or somebody works there.
+        RunError: there is no run, or no such checkpoint, or another process works there.
         CheckpointError: the checkpoint is damaged.
     """
     run_dir = RunDir(folder)
@@ -453,7 +454,7 @@ def roll_back(folder: str | Path, step: int, failed: bool = False) -> Path:
         log.close()
     return aside
 
-
+# %% ../../nbs/run/state.ipynb #09def92b
 def keep_served(path: Path, step: int) -> None:
     """Cut a control file back to what had been served at a step, so that nothing later is set again."""
     requests = ControlRequests(path)

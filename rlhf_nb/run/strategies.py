@@ -77,7 +77,7 @@ _OURS = (
 
 # %% ../../nbs/run/strategies.ipynb #cb313df9
 def _deepspeed(name: str, device: torch.device) -> tuple[Any, dict[str, Any]]:
-    """An Accelerator that connects ranks for DeepSpeed, and the settings that somebody gave."""
+    """An Accelerator that connects ranks for DeepSpeed, and the settings that were given."""
     own = os.environ.get("RLHF_NB_STRATEGY", "")
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     os.environ.setdefault("ACCELERATE_DEEPSPEED_ZERO_STAGE", name[-1])
@@ -222,7 +222,7 @@ class FrozenShards:
         return sum(part.numel() * part.element_size() * self.world for _, _, part in self.rows)
 
     def _let_go(self) -> None:
-        """Nobody holds the whole."""
+        """No rank holds the whole."""
         for params, _, _ in self.rows:
             for p in params:
                 p.data = torch.empty(0, dtype=p.dtype, device=self.device)
@@ -323,7 +323,7 @@ class Zero(SharedOut):
         """DeepSpeed's engine; the module's parameters are cut into shards from here on."""
         import deepspeed
 
-        self.frozen = frozen_fingerprint(self.module)  # later nobody has them whole
+        self.frozen = frozen_fingerprint(self.module)  # later no rank has them whole
         config = deepspeed_config(self.stage, self.clip, self.given, compute=self.compute)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -497,7 +497,7 @@ def _local(x: Tensor) -> Tensor:
     part: Tensor = x.to_local() if hasattr(x, "to_local") else x
     return part
 
-
+# %% ../../nbs/run/strategies.ipynb #4cb080a5
 class Sharded(SharedOut):
     """FSDP2: every weight split over ranks along its first dimension.
 

@@ -137,7 +137,7 @@ def _config_class(name: str, bases: tuple[Any, ...], body: dict[str, Any], marks
 
 # %% ../../nbs/scale/launch.ipynb #e400f05e
 def put_private(path: Path, data: bytes) -> None:
-    """Write a file that nobody but this user can read or change, whole or not at all."""
+    """Write a file that only this user can read or change, whole or not at all."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as f:
         f.write(data)
@@ -148,7 +148,7 @@ def take_pickle(path: Path) -> Any:
     """Open a pickle that this user alone can have written.
 
     Raises:
-        RunError: it, or its folder, belongs to somebody else, or others may write there.
+        RunError: it, or its folder, belongs to another user, or others may write there.
     """
     with os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)), "rb") as f:
         for what, found in ((path, os.fstat(f.fileno())), (path.parent, os.stat(path.parent))):
@@ -173,7 +173,7 @@ class Lifeline(threading.Thread):
     Args:
         folder: `launch/` of the run.
         rank: of this process.
-        parent: process id of the launching process (None: nobody to look after).
+        parent: process id of the launching process (None: there is none to look after).
         grace: seconds between asking the run to stop and ending the process.
     """
 
@@ -192,7 +192,7 @@ class Lifeline(threading.Thread):
             if self.over.wait(1.0):
                 return
             if (self.parent and birth(self.parent) != self.born) or os.getppid() != self.agent:
-                os.kill(pid, signal.SIGTERM)  # nobody waits for this process any more: save and go, or just go
+                os.kill(pid, signal.SIGTERM)  # no parent waits for this process any more: save and go, or just go
                 self.over.wait(self.grace)
                 os._exit(70)
 
@@ -518,7 +518,7 @@ def launch(
         machines, machine, address: of several: how many, which one this is, where the first one is.
         zero: further entries of DeepSpeed's `zero_optimization`.
         topology: file that says which ranks learn and which hold frozen models (`run.roles`).
-        say: told what happens; None: nobody.
+        say: told what happens; None: silent.
 
     Returns:
         What rank 0 returned, the model's folder, the steps.
@@ -526,7 +526,7 @@ def launch(
     Raises:
         ConfigError: it could not work. RunError: it failed more often than `restarts`; the message holds the first
             rank's traceback.
-        KeyboardInterrupt: somebody interrupted; a checkpoint was left.
+        KeyboardInterrupt: the user interrupted; a checkpoint was left.
     """
     config = what if isinstance(what, StrictConfig) else None
     if config is not None and run_dir is not None:
@@ -539,7 +539,7 @@ def launch(
     folder = run.path / ("launch" if machines == 1 else f"launch-{machine}")
     wait_for_others(folder)
     if machine == 0:
-        with RunLock(run.path):  # nobody works there; from here on rank 0 holds it
+        with RunLock(run.path):  # no process works there; from here on rank 0 holds it
             _check_run(run, config, resume, overwrite)
     settings = accelerate_settings(num_processes, strategy, cpu, machines, machine, address, port)
     write_json(folder / "accelerate.yaml", settings)  # JSON is YAML, too
@@ -609,7 +609,7 @@ def _try_until_done(
 ) -> list[str]:  # fmt: skip
     """Attempts, until one succeeds; returns a line for each that did not.
 
-    `own`: the run begins here, nobody else's log can go.
+    `own`: the run begins here, no other run's log can go.
     """
     failures: list[str] = []
     while True:

@@ -106,7 +106,7 @@ class Live:
         self.bar.update(self.task, completed=event["step"], description=escape(line.partition("  ")[2]), refresh=True)
 
     def close(self) -> None:
-        """Leave the bar as it stands."""
+        """Leave the bar as it is."""
         if self.bar is not None and self.task is not None:
             self.bar.stop()
         self.task = None

@@ -132,7 +132,7 @@ class _HeadLogps(torch.autograd.Function):
         wd, bd = half_of(w, how.dtype), None if b is None else b.to(how.dtype)
         dh = torch.empty_like(h) if want_h else None
         dw, db = (torch.zeros_like(x) if want and len(h) == 0 else None for x, want in ((w, want_w), (b, want_b)))
-        own = w is ctx.own  # else somebody's hooks on saved tensors gave a copy, whose gradient nobody would find
+        own = w is ctx.own  # else hooks on saved tensors gave a copy, whose gradient would be lost
         in_place = want_w and own and len(h) > 0 and may_add_in_place(w)
         dw = w.grad if in_place else dw
         room = None if how.keep else _room(h, w, how)

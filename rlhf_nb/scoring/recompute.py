@@ -91,7 +91,7 @@ def recomputed(block: nn.Module, f: Callable[..., Any], *args: Any, **kwargs: An
 
 # %% ../../nbs/scoring/recompute.ipynb #a1780010
 def repeated_layers(net: nn.Module) -> list[nn.Module]:
-    """The layers of a decoder: what stands in its outermost lists of modules."""
+    """The layers of a decoder: what is in its outermost lists of modules."""
     found: dict[nn.Module, None] = {}
 
     def look(m: nn.Module, inside: bool) -> None:

@@ -58,7 +58,7 @@ def hidden_states(
         wanted: int64[N], flat indices into R·L; None: all of them.
         tied: the embedding is also the head's weight and the head's gradient is taken along: the embedding's own then
             needs no matrix of its own.
-        fast: leave out what nobody reads (`fast.blocks`); only where `can_run` has no objection.
+        fast: leave out what is not read (`fast.blocks`); only where `can_run` has no objection.
         read: the output that is read; "logits" of a whole language model.
 
     Raises:
@@ -278,7 +278,7 @@ def completion_logps(
 
 
 def _rounded(c: Completions) -> torch.dtype | None:
-    """What weights are rounded to where nobody learns, so that all passes may share one copy; None elsewhere."""
+    """What weights are rounded to where nothing is learnt, so that all passes may share one copy; None elsewhere."""
     kind = c.prompt_ids.device.type
     alone = torch.is_autocast_enabled(kind) and not torch.is_grad_enabled()
     return torch.get_autocast_dtype(kind) if alone else None
@@ -296,7 +296,7 @@ def _token_scores(
     ]
     return TokenScores(scored, *other)
 
-
+# %% ../../nbs/scoring/scores.ipynb #859a4030
 log = logging.getLogger(__name__)
 _told: set[str] = set()
 

@@ -125,7 +125,7 @@ class RewardEntry(StrictConfig):
     @model_validator(mode="before")
     @classmethod
     def _settings_of_a_verifier(cls, data: Any) -> Any:
-        """What stands beside `verify` and is no setting of an entry is one of the verifier."""
+        """What is beside `verify` and is no setting of an entry is one of the verifier."""
         if not isinstance(data, Mapping) or "verify" not in data:
             return data
         apart = ("options", "reads", "output", "aggregate", "place")
@@ -426,7 +426,7 @@ def check_entries(entries: Sequence[RewardEntry], key: str = "rewards") -> list[
             raise ConfigError(f"{key}[{i}] ({e.where}): {error}") from error
     return made
 
-
+# %% ../../nbs/train/entries.ipynb #73dc44db
 def rewards_from(
     entries: Any, *, timeout: float | None = 3600.0, trust_remote_code: bool = False, token_budget: int = 4096,
     device: Any = "cpu", key: str = "rewards",

@@ -266,7 +266,7 @@ class KTO(OfflineMethod):
 @register(
     "kto", KTOConfig, stage=10, rows="unpaired", starts_from=("dpo", "online", "rloo", "grpo", "ppo", "sft"),
     holds=lambda c: ("policy",) if c.reference in ("none", "cached") else ("policy", "reference"),
-    about="Improve a model by single answers that somebody liked or didn't (loss=kto, bco, apo_zero_unpaired).",
+    about="Improve a model by single answers that people liked or didn't (loss=kto, bco, apo_zero_unpaired).",
 )  # fmt: skip
 class KTOTrainer(OfflineTrainer[KTOConfig]):
     """KTO, APO-zero or BCO on single answers, ready to `fit()`; preferences are taken apart.

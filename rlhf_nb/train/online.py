@@ -34,7 +34,7 @@ from .environments import played, with_environment
 from .entries import from_entries, has_entries
 from ..models.load import disable_dropout, using_adapter
 from ..rewards.base import Rewards, RolloutScorer, apply_eos_penalty
-from ..rollout.backends import OurSampler, Request, Sampler, make_sampler, needs_scoring, sampling_metrics
+from ..rollout.backends import OurSampler, Request, Sampler, needs_scoring, sampling_metrics
 from ..rollout.episodes import EpisodeConfig, Kind, episode_metrics
 from ..rollout.sampler import earlier, eos_ids, eval_mode
 from ..rollout.service import Rollouts, Scored, StepTicket, future_of, staleness
@@ -133,7 +133,7 @@ def group_metrics(scores: Tensor, group: int) -> dict[str, float]:
         "groups/all_best": float((dead * (groups.mean(1) >= groups.max())).mean()),
     }  # fmt: skip
 
-
+# %% ../../nbs/train/online.ipynb #7af49291
 def promises_kept(r: Rollout, eos: Sequence[int]) -> dict[str, float]:
     """What must hold whatever the reward is: ends of answers count, and equal answers are worth the same.
 
@@ -242,13 +242,13 @@ class OnlineMethod(TextMethod):
         self.group, self.kl = config.num_generations, config.kl_controller() if isinstance(config, KLPrice) else None
         place: dict[str, Any] = {"device": config.device, "trust_remote_code": config.model.trust_remote_code}
         how, plain = (config.decoder, rewards, self.name, self.imitates), config.decoder == PLAIN_DECODER
-        self.sampler: Sampler = make_sampler(config.sampling) if plain else sampler_for(*how, **place)
+        self.sampler: Sampler = OurSampler() if plain else sampler_for(*how, **place)
         self.episodes = None if environment is None else played(self.sampler, environment, model, tokenizer, config)
         self.sampler = self.episodes or self.sampler
         self._collected: dict[str, float] = {}
         self._samples: list[dict[str, Any]] = []
         self._warned = False
-        self.draws = "transformers" if config.sampling.sampler == "continuous" else "ours"
+        self.draws = "ours"
         if (vllm := config.rollouts.vllm) is not None:
             from rlhf_nb.rollout.vllm import Vllm
 
@@ -603,7 +603,7 @@ class OnlineMethod(TextMethod):
         self.by_question = {f"eval/{shown_as(k)}": v.tolist() for k, v in found.scores.items()}
         return {f"eval/{k}": v for k, v in found.summary().items()}
 
-
+# %% ../../nbs/train/online.ipynb #9da11ca2
 def holds_model(fn: Any) -> bool:
     """Whether a reward computes with a model of this process: then asking it is no waiting."""
     return any(isinstance(x, nn.Module) for x in [*getattr(fn, "members", ()), *getattr(fn, "__dict__", {}).values()])
@@ -651,7 +651,6 @@ def check_workers(method: OnlineMethod) -> None:
         f"the policy is on {engine.device}, and they compute on CPUs": engine.device.type != "cpu" and key != "vllm",
         "actors of Ray have no GPU for it: vLLM draws in a process of this machine": bool(key == "vllm" and how.ray),
         "each process that learns holds only a part of the weights": getattr(engine.strategy, "cuts_weights", False),
-        "sampling.sampler=continuous has threads of its own": cfg.sampling.sampler == "continuous",
         "decoder draws in more ways than one": cfg.decoder != PLAIN_DECODER,
         method.draws_besides: bool(method.draws_besides),
     }  # fmt: skip
@@ -685,7 +684,7 @@ def check_draws(method: OnlineMethod, prompts: PromptBatch) -> dict[str, Any]:
         answers = {"answers": "exact" if why is None else f"close: {why}"}
         return asdict(self_check(method.model, r, sampling.temperature, ours, others=method.models())) | answers
 
-
+# %% ../../nbs/train/online.ipynb #483c9ee3
 def evaluate_held_out(method: OnlineMethod, held_out: Sequence[Row]) -> PolicyEval:
     """What a method's policy answers to held-out prompts, and what is measured, over all processes.
 

@@ -46,7 +46,7 @@ class OnlineDPOConfig(KLBudget, OnlineConfig):
 
     @model_validator(mode="after")
     def _fits(self) -> OnlineDPOConfig:
-        """The loss is known and pairwise; the bonus has somebody to leave."""
+        """The loss is known and pairwise; the bonus has a model to leave."""
         if self.xpo_alpha and (self.opponent != "reference" or self.loss == "nash_md"):
             raise ValueError(
                 f"xpo_alpha moves away from the reference's answers, but loss is {self.loss!r} and opponent is "

@@ -68,7 +68,7 @@ class JudgeConfig(StrictConfig):
 
     @property
     def named(self) -> bool:
-        """Whether somebody is named."""
+        """Whether a judge is named."""
         return self.model is not None or self.endpoint is not None or bool(self.rewards)
 
     @model_validator(mode="after")
@@ -82,7 +82,7 @@ class JudgeConfig(StrictConfig):
 
 
 class RewardJudge(BothOrders):
-    """Rewards as a judge: P(first) = σ(clarity · (score − score)), whatever stands first.
+    """Rewards as a judge: P(first) = σ(clarity · (score − score)), whatever comes first.
 
     Args:
         rewards: what an answer is worth.
@@ -140,9 +140,9 @@ class RewardJudge(BothOrders):
         about: dict[str, Any] = {"uid": uid, "finished": ended, "prompts": prompts, "texts": texts, "columns": columns}
         return Rollout(**c.columns_dict(), **about)
 
-
+# %% ../../nbs/train/rlaif.ipynb #b265dc40
 def toy_judge(seed: int = 0, world: World | None = None) -> FunctionJudge:
-    """A world's labellers as a judge: taste, an error of its own on each answer, a liking for what stands first.
+    """A world's labellers as a judge: taste, an error of its own on each answer, a liking for what comes first.
 
     Args:
         seed: of the errors.
@@ -224,7 +224,7 @@ def make_judge(config: RLAIFConfig, constitution: Constitution | None = None, to
         return RewardJudge(found, tokenizer, c.clarity)
     if c.model is None:
         raise ConfigError(
-            "judge is not set, so nobody says which answer is better: judge.model=FOLDER or hub name, "
+            "judge is not set, so nothing says which answer is better: judge.model=FOLDER or hub name, "
             "judge.endpoint.url=http://... with judge.endpoint.model=NAME, or judge.rewards=[{verify: number}] ('toy' "
             "in the toy world)."
         )
@@ -331,7 +331,7 @@ def _right(gold: Any, rows: Sequence[Row]) -> float:
     pairs = zip(gold(prompts, [r["chosen"] for r in rows]), gold(prompts, [r["rejected"] for r in rows]))
     return sum(0.5 if a == b else float(a > b) for a, b in pairs)
 
-
+# %% ../../nbs/train/rlaif.ipynb #7cd4b3fa
 _FREE = ("output_dir", "prompts", "chunk", "then", "device", "console")  # may change when a job is continued
 
 
@@ -385,7 +385,7 @@ class Labelling:
             return self._run_locked(resume, overwrite)
 
     def _run_locked(self, resume: bool, overwrite: bool) -> dict[str, float]:
-        """The job, in a folder that nobody else has."""
+        """The job, in a folder that no other process has."""
         log, done = self.open(resume, overwrite) if self.engine.is_main else (EventLog(None, self.engine.rank), 0)
         done, events = self.engine.gather_object((done, read_metrics(log.path) if log.path else []))[0]
         try:
@@ -493,7 +493,7 @@ class Labelling:
             whole["gold/right"] = sum(s.get("gold/right", 0.0) for s in stats)
         return list(chain(*rows)), list(chain(*revised)), whole
 
-
+# %% ../../nbs/train/rlaif.ipynb #de3b78af
 def _reply(prompt: Any, text: str) -> Any:
     """An answer in the form of its prompt: text goes on where the prompt ends, a dialogue gets a message."""
     return text if isinstance(prompt, str) else [{"role": "assistant", "content": text.strip()}]

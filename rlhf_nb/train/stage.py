@@ -16,9 +16,12 @@ from ..console import me, tell
 from ..core import RunError
 from ..data.worlds import gold_of
 from ..run.lock import RunLock
-from .online_config import OnlineConfig
+from .distill import DistillConfig
+from .method import TextConfig
+from .online_config import OnlineConfig, rewarded
 from .registry import get, of
 from .rlaif import RLAIFConfig
+from .watched import RewardPart
 from ..files import read_regular, write_whole
 from ..strict import table_of
 from ..untrusted import MAX_LINE, json_value
@@ -104,7 +107,7 @@ def run_stage(
         remember: the config that a later session is compared with (default: this one).
 
     Raises:
-        RunError: somebody works in its folder, or it holds another run.
+        RunError: another process works in its folder, or it holds another run.
         KeyboardInterrupt: it was interrupted; a checkpoint was left.
     """
     first = int(os.environ.get("RANK", "0")) == 0
@@ -139,15 +142,12 @@ def _run_locked(config: JobConfig, resume: bool, overwrite: bool, remember: Stri
     return StageResult(method.name, made, metrics, seconds, stopped=stopped)
 
 # %% ../../nbs/train/stage.ipynb #a1c5e7d2
-def unrewarded(kind: str, config: Any) -> bool:
+def unrewarded(kind: str, config: TextConfig) -> bool:
     """Whether a method learns from answers of its own and nothing says what they are worth."""
-    asks = kind != "run" and get(kind).online and config.has("reward")
-    if asks and config.has("episodes") and config.episodes.environment is not None:
-        return False  # it pays
-    return asks and config.reward is None and not config.rewards
+    return kind != "run" and get(kind).online and isinstance(config, RewardPart) and not rewarded(config)
 
 
-def unsaid_of(command: str, kind: str, config: Any) -> list[str]:
+def unsaid_of(command: str, kind: str, config: TextConfig) -> list[str]:
     """The settings that a command can't do without and that nothing says.
 
     Args:
@@ -155,12 +155,12 @@ def unsaid_of(command: str, kind: str, config: Any) -> list[str]:
         kind: a method.
         config: of it.
     """
-    named = {"model.name_or_path": config.model.name_or_path}
+    named: dict[str, Any] = {"model.name_or_path": config.model.name_or_path}
     if command != "plan":
         named |= {"data.path": config.data.named}
     if command in ("", "launch", "sweep"):
         named |= {"reward": not unrewarded(kind, config)}
-        named |= {"teacher": config.teacher} if config.has("teacher") else {}
+        named |= {"teacher": config.teacher} if isinstance(config, DistillConfig) else {}
     return [key for key, value in named.items() if not value]
 
 

@@ -1,5 +1,5 @@
 // Labelling: two answers side by side, one key decides. Stands behind prose.js in one module, in Jupyter and at the board alike.
-// `send(message)` hands over what was pressed; whoever gets the next state calls `show`.
+// `send(message)` hands over what was pressed; what gets the next state calls `show`.
 const act = (text, does, kind = '') => { const b = make('button', kind, text); b.type = 'button'; b.onclick = does; return b; };
 
 class Labeller {
