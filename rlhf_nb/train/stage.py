@@ -41,11 +41,10 @@ def make_trainer(config: JobConfig) -> Any:
         config: of any method of the registry.
     """
     method = of(config)
-    watches = isinstance(config, OnlineConfig) and config.reward != "gold" and config.episodes.environment is None
-    gold = gold_of(config.data.path) if watches else None
-    if gold is None:
-        return method.trainer(config)
-    return method.trainer(config, logged={"gold": gold})
+    gold = None
+    if isinstance(config, OnlineConfig) and config.reward != "gold" and config.episodes.environment is None:
+        gold = gold_of(config.data.path)
+    return method.trainer(config, logged={"gold": gold}) if gold else method.trainer(config)
 
 # %% ../../nbs/train/stage.ipynb #61a982b3
 def write_json(path: str | Path, value: Any, sync: bool = True) -> None:
