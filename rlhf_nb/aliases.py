@@ -267,7 +267,7 @@ def _strategies(out: dict[str, Any]) -> None:
         if strategy == "best":
             out.setdefault("metric_for_best_model", "loss")
 
-
+# %% ../nbs/aliases.ipynb #4b3a4efe
 def _joined(data: Mapping[str, Any]) -> dict[str, Any]:
     """Words that say something only together, as one: a strategy and its steps, losses and their weights."""
     out = dict(data)
@@ -324,7 +324,7 @@ def _tell(became: Mapping[str, Mapping[str, Any]], given: Mapping[str, Any]) -> 
         parts.append(said + (f" → {', '.join(f'{k}={v!r}' for k, v in ours.items())}" if ours else f": {here}"))
     warnings.warn("TRL's words: " + "; ".join(parts) + ".", TrlNote, stacklevel=5)
 
-
+# %% ../nbs/aliases.ipynb #43ad3891
 def translate(
     data: Mapping[str, Any], has: Callable[[str], bool], default: Callable[[str], Any] = lambda key: 16
 ) -> dict[str, Any]:

@@ -104,7 +104,7 @@ def copy_regular(path: str | Path, to: str | Path) -> None:
         new.flush()
         os.fsync(new.fileno())
 
-
+# %% ../nbs/files.ipynb #4114e32e
 def read_regular(path: str | Path, limit: int, *, root: str | Path | None = None) -> bytes:
     """All bytes of such a file.
 

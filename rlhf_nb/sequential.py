@@ -140,7 +140,7 @@ def _terms(x: _Floats, error: _Floats) -> tuple[_Floats, list[tuple[int, int]]]:
         pairs += [(int(c), k) for c in cut]
     return np.concatenate(parts, -1), pairs
 
-
+# %% ../nbs/sequential.ipynb #a195ebb9
 def _blocks_and_errors(values: Any, error: Any) -> tuple[_Floats, _Floats]:
     """Blocks of a curve, and the standard deviation of each one's noise."""
     all_points = np.asarray(values, dtype=np.float64)

@@ -108,7 +108,7 @@ def fetch(xs: Iterable[Tensor]) -> None:
     for x, kept in zip([x for x in xs if _known(x) is None], torch.split(flat, [x.numel() for x in asked])):
         remember(x, kept.to(x.dtype).view(x.shape))
 
-
+# %% ../nbs/types.ipynb #699d21f0
 def sent_together(xs: Sequence[Tensor], device: torch.device | str) -> list[Tensor]:
     """Several tensors of the CPU on a device, those of one kind in one message.
 

@@ -360,6 +360,49 @@ def test_a_broken_tool_is_an_observation(kind: str) -> None:
         )
 
 
+BROUGHT = {
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"},
+        "tool_calls": {
+            "open_pattern": r"\s*<function=(?P<name>\w+)>", "close": "</function>", "repeats": True, "content": "xml-inline",
+            "content_args": {"tag_pattern": r"<parameter=(?P<key>\w+)>(?P<value>.*?)</parameter>"},
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "content": {"close": "<|im_end|>", "content": "text"},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["auto", "json"])
+def test_a_tokenizers_own_response_template_reads_calls(form: str) -> None:
+    """Two calls at once, numbers as the tool's schema has them; a thought that the prompt began calls nothing."""
+    calls = "<function=good><parameter=x>3</parameter></function><function=good><parameter=x>4</parameter></function>"
+
+    class Says(Sampler):
+        name, exact = "says", True
+
+        def answer(self, model: Any, request: Request) -> Rollout:
+            texts = [f"hm {calls}</think>{calls}" if n == 0 else "ok" for n in request.prompts.start]
+            ids = [[*letters(x, add_special_tokens=False)["input_ids"], 2] for x in texts]
+            answers = torch.nn.utils.rnn.pad_sequence([torch.tensor(x) for x in ids], True, 0)
+            lens = torch.tensor([len(x) for x in ids])
+            return as_rollout(request.prompts, 1, answers, lens, torch.ones(len(ids), dtype=torch.bool), None, letters)
+
+    letters = toy.word_tokenizer((toy.PAD, toy.BOS, toy.EOS, toy.UNK, *map(chr, range(32, 127)), "\n"), r"[\s\S]")
+    letters.chat_template = (
+        "{{ tools }}{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n<think>{% endif %}"
+    )
+    letters.response_template = BROUGHT
+    sampler = Episodes(Says(), environment_kinds(None, [good]), EpisodeConfig(form=form), letters)
+    prompts = collate_prompts(sampler.tokenize([{"prompt": "a"}]), 0)
+    r = sampler.generate(None, prompts, SamplingConfig(max_new_tokens=600), tokenizer=letters, seed=0, num_samples=1)
+    (e,) = r.columns["episode"]
+    results = [m["content"] for m in e["messages"] if m["role"] == "tool"]
+    assert (e["calls"], results) == ((2, ["6", "8"]) if form == "auto" else (0, []))
+
+
 BAD_STEPS: dict[str, Any] = {
     "nothing": None, "text": "hi", "gymnasium's five": ("b", 1.0, False, False, {}), "a number to say": Step(3),  # type: ignore[arg-type]
     "bytes": Step(b"b"), "one message": Step({"role": "user", "content": "b"}), "no role": Step([{"content": "b"}]),  # type: ignore[arg-type, list-item]
@@ -729,7 +772,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no room": ({"environment": Chat, "episodes": {"max_tokens": 2}}, "has room for 2"),
     "an object": ({"environment": Chat()}, "give the class"),
     "unknown name": ({"environment": None, "episodes": {"environment": "calculater"}}, "Did you mean 'calculator'"),
-    "several": ({"environment": Chat, "sampling": {"sampler": "continuous"}}, "several: leave one of them out"),
     "a decoder": ({"environment": Chat, "decoder": {"stop": "json"}}, "Use decoder=plain"),
 }  # fmt: skip
 
@@ -743,6 +785,11 @@ def test_bad_input_is_refused_before_the_first_step(what: str, tmp_path: Path) -
             trainer("grpo", tmp_path / "run", **given)
     assert words in str(error.value) and "\n" not in str(error.value)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_decoder_and_an_environment_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="several: leave one of them out"):
+        trainer("raft", tmp_path / "run", environment=Chat, decoder={"kind": "best_of_n"})
 
 
 def test_templates_are_refused_before_the_first_step(tmp_path: Path) -> None:
@@ -788,6 +835,8 @@ def test_an_environment_by_its_name_on_a_command_line(tmp_path: Path) -> None:
     call("grpo", *words, "episodes.environment=toy")
     events = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8")
     assert "rollout/turns" in events and "rewards/environment" in events
+    others = [w for w in words if "questions" not in w]  # an environment whose first words are its own
+    call("grpo", *others, "--overwrite", "episodes.environment=test_episodes:Chat")
     said = call("grpo", *words, "--overwrite", "episodes.environment=toi", code=1)
     assert "Did you mean 'toy'?" in " ".join(said.split())
     said = call("grpo", *words, "--overwrite", "episodes.environment=mine.py:Echo", code=1)

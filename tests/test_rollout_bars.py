@@ -26,7 +26,7 @@ from rlhf_nb.data import toy
 from rlhf_nb.models.load import load_model
 from rlhf_nb.rollout import workers as rollout_workers
 from rlhf_nb.rollout.backends import OurSampler, Request
-from rlhf_nb.rollout.workers import Workers
+from rlhf_nb.rollout.workers import OnThisMachine, OwnProcess, Workers
 from rlhf_nb.types import PromptBatch, Rollout
 
 torch.set_num_threads(1)
@@ -113,16 +113,16 @@ def test_order_slots_and_workers_change_no_bit(name: str, orders: int, workers: 
 
 def killed(run_dir: Path, kind: str) -> Any:
     """A run that writes down its workers' ids, and every answer that it learns from."""
-    pids, start = Path(f"{run_dir}.pids"), rollout_workers._started
+    pids = Path(f"{run_dir}.pids")
     pids.write_text("")
 
-    def started(memory: Any) -> Any:
-        process, conn = start(memory)
-        with pids.open("a") as file:
-            file.write(f"{process.pid}\n")
-        return process, conn
+    class Noted(OwnProcess):
+        def __init__(self, memory: Any, sent: bytes) -> None:
+            super().__init__(memory, sent)
+            with pids.open("a") as file:
+                file.write(f"{self.pid}\n")
 
-    rollout_workers._started, rollout_workers.CONTEXT = started, forked.context()
+    OnThisMachine.start, rollout_workers.CONTEXT = Noted, forked.context()
     t = make(
         kind, run_dir, 2, slowed(time.time_ns()), rollouts={"lag": 2, "workers": 2}, steps=10, save_every=2,
         samples_per_step=8,
@@ -184,8 +184,9 @@ def test_learner_and_workers_killed_at_once(kind: str, tmp_path: Path) -> None:
 
 def test_another_engine_after_a_resume(tmp_path: Path) -> None:
     make("raft", tmp_path, 0, steps=1).fit()
-    other = make("raft", tmp_path, 0, steps=2, sampling={"max_new_tokens": 6, "sampler": "continuous"})
-    with pytest.raises(CheckpointError, match="drawn by ours, and now transformers would draw them"):
+    other = make("raft", tmp_path, 0, steps=2)
+    other.method.draws = "vLLM"
+    with pytest.raises(CheckpointError, match="drawn by ours, and now vLLM would draw them"):
         other.fit(resume=True)
     make("raft", tmp_path, 2, steps=2).fit(resume=True)  # another lag is another matter
 

@@ -96,7 +96,7 @@ def _alike(right: str, said: str) -> bool:
     sides = [judge.parse(f"${text}$", parsing_timeout=None) for text in (right, said)]
     return bool(judge.verify(*sides, timeout_seconds=None))
 
-
+# %% ../../nbs/data/foreign.ipynb #fc01d5df
 def _child(memory: int) -> None:
     """(in the child) Do one job a line of JSON; a job that takes too much CPU ends the process."""
     import json
@@ -332,7 +332,7 @@ def same_mathematics(right: str, said: str, seconds: float = SECONDS) -> bool:
     except RefusedProgram:
         return False
 
-
+# %% ../../nbs/data/foreign.ipynb #3c248ceb
 def try_tokenizer(file: Path) -> None:
     """Refuse a `tokenizer.json` whose rules could keep this process busy for ever.
 

@@ -81,7 +81,7 @@ def weights_of(data: DataConfig) -> list[float] | None:
 
 def reading_of(data: DataConfig, seed: int = 0) -> Reading:
     """What a config says about the shape of its rows."""
-    return Reading(data.shape, seed, data.attributes, data.thoughts)
+    return Reading(data.shape, seed, data.thoughts)
 
 
 def in_kind(rows: Iterable[Row], kind: RowKind, reading: Reading = PLAIN) -> Iterator[Row]:
@@ -99,7 +99,7 @@ def in_kind(rows: Iterable[Row], kind: RowKind, reading: Reading = PLAIN) -> Ite
         return to_unpaired(rows, reading)
     return to_rows(rows, kind, reading)
 
-
+# %% ../../nbs/data/rows.ipynb #a57667f7
 HUB_PARTS = {  # names for some rows of a dataset of the hub, as it was at a commit
     "hh-1k": ("Anthropic/hh-rlhf", 1000, "09be8c5bbc57cb3887f3a9732ad6aa7ec602a1fa"),
 }

@@ -247,7 +247,7 @@ def _render(
         texts |= zip(unique, found)
     return [texts[k] for k in keys]
 
-
+# %% ../../nbs/data/templates.ipynb #1d8bba3a
 _MARK = "\ue000"  # a character for private use, which no template writes
 
 
@@ -603,7 +603,7 @@ class _Letters:
             raise DataError("A message spells a special token in a way that can't be written as text: leave it out.")
         return ids
 
-
+# %% ../../nbs/data/templates.ipynb #359fbf80
 def encode_chat(tok: Any, messages: list[Message], tools: list[Any] | None = None) -> list[int]:
     """A dialogue that waits for an answer as token ids, just as the template renders it; what a message has in it stays
     text.
@@ -810,7 +810,7 @@ def encode_prompt(tok: Any, prompt: Text) -> list[int]:
     """One prompt as token ids; see `encode_prompts`."""
     return encode_prompts(tok, [prompt])[0]
 
-
+# %% ../../nbs/data/templates.ipynb #6a9fe0e6
 def encode_pair(tok: Any, prompt: Text, completion: Text) -> tuple[list[int], list[int]]:
     """One prompt and its completion as token ids, EOS included; see `encode_pairs`."""
     head, tail, _ = encode_pairs(tok, [prompt], [completion])[0]

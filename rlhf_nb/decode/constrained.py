@@ -101,7 +101,7 @@ def _file(path: str, what: str) -> str:
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError(f"{what}={path} can't be read: {e}.") from e
 
-
+# %% ../../nbs/decode/constrained.ipynb #0efe7f89
 def read_form(regex: str | None = None, json_schema: Any = None, grammar: str | None = None) -> AnswerForm:
     """The form that settings name; exactly one of them is given.
 
@@ -196,7 +196,7 @@ def _drawn(model: Any, writing: _Writing, request: Request) -> tuple[Rollout, di
     each = torch.where(r.completion_mask, torch.stack(nats, 1), 0.0).sum(1).double()
     return r, {"kl": max(0.0, float(each.mean())), "kl_is": "estimate"}
 
-
+# %% ../../nbs/decode/constrained.ipynb #ece2b736
 _TABLES: dict[tuple[int, ...], tuple[Any, Any]] = {}  # tokens as llguidance reads them, with the tokenizer of each
 
 

@@ -99,7 +99,7 @@ class Past(NamedTuple):
     text: list[int]  # the tokens that were read, of prompt and replies; what was drawn behind them is read again
     states: Tensor  # keys and values of each layer, [layers, 2, K, tokens, D]
 
-
+# %% ../../nbs/fast/engine.ipynb #a3787a0e
 class RowCache:
     """Keys and values of rows, each from column 0 on, from which the last tokens can be taken back.
 
@@ -353,7 +353,7 @@ class RowCache:
                     yield new, line
             left = [new for new in left if self.lens[new.rows[0]] < len(new.text)]
 
-
+# %% ../../nbs/fast/engine.ipynb #76c832df
 def _mixture(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, asks: int) -> Tensor:
     """Values, mixed as queries ask for them.
 
@@ -424,7 +424,7 @@ class Answering:
     def taken(self, proposed: int, count: int) -> None:
         "After a pass: how many tokens it had proposed, and how many were appended."
 
-
+# %% ../../nbs/fast/engine.ipynb #dba5802b
 class RowEngine:
     """Rows come, get tokens, and leave; row i lives in place i of the memory.
 
@@ -550,7 +550,7 @@ class RowEngine:
         self.passes = self.tokens = 0
         return next((way for way, answers in found.items() if answers != together), None)
 
-
+# %% ../../nbs/fast/engine.ipynb #bc6d2b2b
 def write_answers(
     engine: RowEngine, waiting: Sequence[Answering], slots: int, over: Callable[[list[int]], bool] | None = None,
     enter: float = 0.25,

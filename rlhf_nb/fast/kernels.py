@@ -264,7 +264,7 @@ def turn_into(
         )  # fmt: skip
     return to
 
-
+# %% ../../nbs/fast/kernels.ipynb #7be8976e
 class _Turn(torch.autograd.Function):
     """x · cos + turned(x) · sin of queries and keys."""
 

@@ -278,7 +278,7 @@ def half_of(weight: Tensor, dtype: torch.dtype) -> Tensor:
     found = copies.of(weight, dtype) if copies else None
     return weight.detach().to(dtype) if found is None else found
 
-
+# %% ../../nbs/fast/linear.ipynb #f476030b
 class _RoundedProducts(torch.autograd.Function):
     """x Wᵀ + b for several W and b, in half precision: x is rounded once,
     and gradients of x add up in its own format.

@@ -302,7 +302,7 @@ def can_run(model: nn.Module, length: int | None = None) -> str | None:
     parts = (body, body) if outer is body else split(outer)
     return changed(outer) or (parts if isinstance(parts, str) else None) or _misfit(body, config, prefix, length)
 
-
+# %% ../../nbs/fast/support.ipynb #324cba37
 def _misfit(body: Any, config: PreTrainedConfig, prefix: str, length: int | None) -> str | None:
     """What in an unchanged decoder of a known family is of another kind than the blocks we run."""
     kinds = {getattr(sys.modules[type(body).__module__], prefix + part, None) for part in _PARTS}

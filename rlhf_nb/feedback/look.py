@@ -163,7 +163,7 @@ def _exported(
     told = f"{made.path}: {made.rows} rows of {len(made.users)} users"
     tell(f"{told}. Look: {me()} data {made.path}; train: {train}", err=False)
 
-
+# %% ../../nbs/feedback/look.ipynb #6ab5bb13
 def look_at_feedback(
     file: str | Path, *, forget_user: str | None = None, models: Sequence[Path] = (Path("models"), Path("runs")),
     traffic: Sequence[Path] = (), export: Path | None = None, kind: str = "pairs", heads: bool = False,

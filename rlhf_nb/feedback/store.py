@@ -179,7 +179,7 @@ class Names:
         name, place = (self.hashed(x) if x.strip() and source else "" for x in (user, source))
         return whole, name, place
 
-
+# %% ../../nbs/feedback/store.ipynb #896a1b86
 class FeedbackStore:
     """Feedback in an append-only file of JSON lines; several processes may write to it.
 

@@ -222,7 +222,7 @@ def roll_back_version(versions: Versions, reason: str) -> str:
     versions.move("current", "rolled back", there[-1], reason)
     return there[-1]
 
-
+# %% ../../nbs/feedback/versions.ipynb #957bdb81
 def start_canary(versions: Versions, name: str, share: float, reason: str) -> None:
     """Put a version on trial: the link `canary` names it, and the operator gives it the share when starting the server.
 

@@ -347,7 +347,7 @@ def _read(x: Any) -> Any:
     makers: dict[str, Callable[[Any], Any]] = {"tensor": torch.tensor, "float": float, "list": lambda v: v}
     return dict(_read(inner)) if kind == "dict" else makers[kind](_read(inner))
 
-
+# %% ../../nbs/learn/checks.ipynb #a5864070
 def run_again(name: str, code: str, seed: int, seconds: float = 60.0) -> str:
     """Run a submitted answer: "right", "nearly", "wrong", "crashed" or "too long".
 

@@ -118,7 +118,7 @@ def course_command(words: Sequence[str]) -> str:
         "Without a word it says how far you are."
     )
 
-
+# %% ../../nbs/learn/exercises.ipynb #190557e0
 def quiz(n: int | str, answers: str = "") -> None:
     """Five questions about a lesson; with your answers, what is right and why.
 

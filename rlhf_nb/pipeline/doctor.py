@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from ..scale.cost import estimate
+from ..scale.plan import placement_table
 from ..scale.predict import named_gpu, plan_report
 from .stages import PipelineConfig, RLHFPipeline, make_base
 from ..console import tell
@@ -42,12 +43,17 @@ from ..types import Completions
 from ..models.places import resolve
 from ..run.lock import STALE, holder_of
 from ..run.log import RunDir, read_metrics
+from ..run.roles import ClusterTopology
 from ..run.strategies import UNKNOWN, free_memory
 from ..scale.topology import Budget, DecoderShape, Job, Split, job_of, predict_memory, decoder_shape
 from ..train.entries import check_entries
-from ..train.method import tokenize_rows
-from ..train.online_config import OnlineConfig, rewarded
+from ..train.distill import DistillConfig
+from ..train.method import TextConfig, tokenize_rows
+from ..train.online_config import KLPrice, OnlineConfig, rewarded
+from ..train.ppo import PPOConfig
+from ..train.process import ProcessConfig
 from ..train.registry import of
+from ..train.rlaif import RLAIFConfig
 from ..train.stage import with_proxy
 from ..data.rows import in_kind, parts_of, place_of, raw_rows, reading_of
 from ..data.worlds import Row
@@ -57,7 +63,7 @@ from ..models.policy import dropout_left_out
 __all__ = ['Severity', 'LEVELS', 'BEARABLE', 'Finding', 'finding', 'findings_table', 'check_special_tokens', 'plain_rows',
            'check_data', 'check_model', 'check_sampling', 'check_precision', 'check_threads', 'check_speed',
            'estimate_memory', 'free_bytes', 'check_memory', 'check_cost', 'for_this_machine', 'completed', 'cost_here',
-           'planned_job', 'plan_for', 'usual_lengths', 'check_saving', 'check_loading', 'check_prices',
+           'planned_job', 'plan_for', 'placement_for', 'usual_lengths', 'check_saving', 'check_loading', 'check_prices',
            'check_judgements', 'distance', 'check_distance', 'StageStart', 'load_start', 'some_rows', 'examine',
            'check_run_folder', 'doctor']
 
@@ -127,13 +133,15 @@ def plain_rows(chat: bool) -> Finding:
     return finding("plain_through_template" if chat else "plain_bare")
 
 
-def _as_in_training(rows: list[Row], tokenizer: Any, config: Any, kind: RowKind) -> tuple[list[Row], LengthReport, int]:
+def _as_in_training(
+    rows: list[Row], tokenizer: Any, config: TextConfig, kind: RowKind
+) -> tuple[list[Row], LengthReport, int]:
     """Rows as training would tokenize them, the report on their lengths, and the longest sequence the limits allow."""
-    data, new = config.data, config.sampling.max_new_tokens if kind == "prompt" else 0
+    data, new = config.data, config.sampling.max_new_tokens if isinstance(config, OnlineConfig | DistillConfig) else 0
     asked = kind == "prompt"
     longest: int | None = None if asked else data.max_length
     first = data.prompt_limit if asked else data.max_prompt_length
-    steps = {"rule": config.boundary.rule} if kind == "stepwise" else {}
+    steps: dict[str, Any] = {"rule": config.boundary.rule} if isinstance(config, ProcessConfig) else {}
     tokens = tokenize_rows(kind, rows, tokenizer, data, **steps)
     if not tokens:
         raise DataError(
@@ -143,7 +151,7 @@ def _as_in_training(rows: list[Row], tokenizer: Any, config: Any, kind: RowKind)
     return tokens, report, min(longest or data.prompt_limit, report.total[100]) + new
 
 # %% ../../nbs/pipeline/doctor.ipynb #20999cd4
-def check_data(rows: list[Row], tokenizer: Any, config: Any, kind: RowKind, window: int | None) -> list[Finding]:
+def check_data(rows: list[Row], tokenizer: Any, config: TextConfig, kind: RowKind, window: int | None) -> list[Finding]:
     """Lengths against the limits and against the model's window; duplicates.
 
     Args:
@@ -174,13 +182,13 @@ def check_data(rows: list[Row], tokenizer: Any, config: Any, kind: RowKind, wind
     return out + ([finding("twice", n=twice)] if twice and not config.data.dedup else [])
 
 # %% ../../nbs/pipeline/doctor.ipynb #52c12b1a
-def check_model(model_config: Any, config: Any) -> list[Finding]:
+def check_model(model_config: Any, config: TextConfig) -> list[Finding]:
     """Dropout in the model's own config; settings that are risky for its kind of training."""
     rates = {k: v for k, v in model_config.to_dict().items() if "drop" in k and isinstance(v, float) and v > 0}
     out = []
     if rates:
         out.append(finding("dropout", rates=", ".join(f"{k}={v:g}" for k, v in rates.items())))
-    if dropout_left_out(config, getattr(of(config).trainer, "method_class", None)):
+    if config.model.lora and dropout_left_out(config, getattr(of(config).trainer, "method_class", None)):
         out.append(finding("lora_dropout", rate=config.model.lora.dropout))
     return out
 
@@ -246,7 +254,7 @@ def check_speed(families: Mapping[str, bool] | None = None) -> list[Finding]:
 _LIBRARIES = 0.45e9  # bytes of Python, torch and transformers themselves
 
 
-def estimate_memory(model_config: Any, config: Any, precision: Precision) -> Budget:
+def estimate_memory(model_config: Any, config: TextConfig, precision: Precision) -> Budget:
     """Peak memory of a run on one device, term by term: see `topology.predict`.
 
     Args:
@@ -276,7 +284,7 @@ def check_memory(need: Budget, free: float | None) -> list[Finding]:
     return [finding("too_large" if need.peak > free else "tight", what=what, fix=fix)]
 
 # %% ../../nbs/pipeline/doctor.ipynb #92000002
-def check_cost(config: Any, start: StageStart, rows: list[Row], precision: Precision) -> list[Finding]:
+def check_cost(config: TextConfig, start: StageStart, rows: list[Row], precision: Precision) -> list[Finding]:
     """Seconds and gigabytes of a step on this machine, and what would be lighter (`scale.cost`).
 
     Args:
@@ -300,7 +308,7 @@ _LIGHTER: tuple[tuple[str, Any], ...] = (  # what needs less memory, the least h
 )  # fmt: skip
 
 
-def _unsaid(config: Any, key: str) -> bool:
+def _unsaid(config: TextConfig, key: str) -> bool:
     """Whether a setting exists and was left to its default."""
     *groups, last = key.split(".")
     part = config
@@ -309,13 +317,13 @@ def _unsaid(config: Any, key: str) -> bool:
     return bool(config.has(key)) and last not in part.model_fields_set
 
 
-def _with(config: Any, key: str, value: Any) -> Any:
+def _with(config: TextConfig, key: str, value: Any) -> Any:
     """A config with another value of a dotted key."""
     group, _, last = key.rpartition(".")
     return config.replace(**({group: {last: value}} if group else {key: value}))
 
 
-def for_this_machine(config: Any, resume: bool = False) -> tuple[Any, str]:
+def for_this_machine(config: TextConfig, resume: bool = False) -> tuple[Any, str]:
     """A config whose sizes fit this machine, as far as nothing was said of them, and what was chosen, for people.
 
     On a CPU a large model draws 32 answers a step. Where the memory that is free would not do, smaller forward passes,
@@ -338,7 +346,7 @@ def for_this_machine(config: Any, resume: bool = False) -> tuple[Any, str]:
         precision = decide_precision(config.device, config.precision, parameters=decoder_shape(found).total)
     except RlhfError:
         return config, ""
-    if of(config).online and precision.device.type == "cpu" and decoder_shape(found).total > _SLOW:
+    if isinstance(config, OnlineConfig) and precision.device.type == "cpu" and decoder_shape(found).total > _SLOW:
         if all(_unsaid(config, key) for key in _FEWER) and not 32 % config.num_generations:
             chosen, made = dict(_FEWER), config.replace(**_FEWER)
     free = free_bytes(precision.device)
@@ -353,7 +361,7 @@ def for_this_machine(config: Any, resume: bool = False) -> tuple[Any, str]:
     return made, said if words else ""
 
 
-def completed(kind: str, config: Any, toy: bool, resume: bool = False) -> Any:
+def completed(kind: str, config: TextConfig, toy: bool, resume: bool = False) -> Any:
     """The config of a command that trains: what was not said is found in the world (`--toy`) and on this machine.
 
     Args:
@@ -368,8 +376,8 @@ def completed(kind: str, config: Any, toy: bool, resume: bool = False) -> Any:
         tell(f"Note: {chosen}. The run's config.yaml has them.")
     return config
 
-
-def cost_here(config: Any) -> list[str]:
+# %% ../../nbs/pipeline/doctor.ipynb #ba0e695e
+def cost_here(config: TextConfig) -> list[str]:
     """What a step would cost on this machine, in lines; none where that isn't known (see `estimate`).
 
     Args:
@@ -391,7 +399,7 @@ def cost_here(config: Any) -> list[str]:
     return said + [line for f in found for line in (f"{here}: {f.what}.", *f.fix.splitlines())]
 
 
-def planned_job(config: Any) -> tuple[DecoderShape, Job, int]:
+def planned_job(config: TextConfig) -> tuple[DecoderShape, Job, int]:
     """What is planned for a config: the model's shape, the job on GPUs with bf16, passes over each rollout.
 
     Args:
@@ -412,7 +420,7 @@ def planned_job(config: Any) -> tuple[DecoderShape, Job, int]:
 
 
 def plan_for(
-    config: Any, gpus: Sequence[int], on: str | None, memory: float | None, host: float | None, settings: str,
+    config: TextConfig, gpus: Sequence[int], on: str | None, memory: float | None, host: float | None, settings: str,
     price: float | None = None,
 ) -> str:  # fmt: skip
     """What fits on GPUs and how long a step takes there (`scale.predict.plan_report`), for the model of a config.
@@ -437,7 +445,12 @@ def plan_for(
     return plan_report(shape, job, gpus, gpu, memory, host, settings, price, inner)
 
 
-def usual_lengths(rows: list[Row], tokenizer: Any, config: Any) -> tuple[int, int]:
+def placement_for(config: Any, topology: str | Path) -> str:
+    """What each group of a topology file holds of a config's models (`scale.plan.placement_table`)."""
+    return placement_table(*planned_job(config)[:2], ClusterTopology.load(topology))
+
+
+def usual_lengths(rows: list[Row], tokenizer: Any, config: TextConfig) -> tuple[int, int]:
     """Tokens of a usual prompt and a usual answer in the first hundred rows."""
     _, report, _ = _as_in_training(rows[:100], tokenizer, config, of(config).rows)
     return max(1, report.prompt[50]), max(1, report.completion[50])
@@ -464,7 +477,7 @@ def check_saving(config: TrainConfig) -> list[Finding]:
     return [finding("unsaved", lost=lost)]
 
 # %% ../../nbs/pipeline/doctor.ipynb #d15ea5e1
-def check_loading(config: Any, precision: Precision) -> list[Finding]:
+def check_loading(config: TextConfig, precision: Precision) -> list[Finding]:
     """What loading the model would refuse, or leave aside in silence: 4 bits and other kernels of attention.
 
     Args:
@@ -485,17 +498,17 @@ def check_loading(config: Any, precision: Precision) -> list[Finding]:
     return out
 
 
-def check_prices(config: Any) -> list[Finding]:
+def check_prices(config: OnlineConfig) -> list[Finding]:
     """Settings that switch a part of the method off: a critic that learns nothing, a learnt reward without a price.
 
     Args:
         config: of a method that learns from its own answers.
     """
     out = []
-    if getattr(config, "vf_coef", 1.0) == 0 and config.critic != "hydra":
+    if isinstance(config, PPOConfig) and config.vf_coef == 0 and config.critic != "hydra":
         out.append(finding("no_critic"))
     learnt = [e for e in config.rewards if (e.model or e.classifier or e.process or e.url) and e.weight]
-    if config.has("kl_coef") and config.kl_coef == 0 and (learnt or config.reward not in (None, "check", "gold")):
+    if isinstance(config, KLPrice) and config.kl_coef == 0 and (learnt or config.reward not in (None, "check", "gold")):
         out.append(finding("no_price"))
     return out
 
@@ -571,7 +584,7 @@ def distance(model: Any, rows: list[Row], side: str = "chosen") -> float:
     return float((-s.logps - s.entropy).sum() / answers.completion_lens.sum())  # both are 0 behind an answer's end
 
 
-def check_distance(config: Any, start: StageStart, rows: list[Row]) -> list[Finding]:
+def check_distance(config: TextConfig, start: StageStart, rows: list[Row]) -> list[Finding]:
     """Whether the better answers of DPO are far from what the policy would say.
 
     Args:
@@ -660,7 +673,7 @@ def _found(out: list[Finding], why: str) -> Iterator[None]:
             warnings.warn_explicit(w.message, w.category, w.filename, w.lineno)
 
 # %% ../../nbs/pipeline/doctor.ipynb #ea03637a
-def examine(config: Any, start: StageStart | None = None) -> list[Finding]:
+def examine(config: TextConfig | RLAIFConfig, start: StageStart | None = None) -> list[Finding]:
     """Everything about one stage.
 
     Args:
@@ -681,7 +694,7 @@ def examine(config: Any, start: StageStart | None = None) -> list[Finding]:
         with _found(out, "the chat template can't be used"):
             if bare and start.tokenizer.chat_template and as_chat(start.tokenizer, bare) != bare:
                 out += [plain_rows(speaks_chat(start.tokenizer, config.data.as_chat))]
-    if method.leaves == "pairs":
+    if isinstance(config, RLAIFConfig):
         if not config.judge.named:
             out.append(finding("no_judge"))
         return out + check_run_folder(config.output_dir)
@@ -703,7 +716,7 @@ def examine(config: Any, start: StageStart | None = None) -> list[Finding]:
             if not any(f.level == "error" for f in out):
                 out += check_distance(config, start, rows) + check_cost(config, start, rows, precision)
     out += check_saving(config)
-    if method.online:
+    if isinstance(config, OnlineConfig):
         out += check_sampling(config) + check_prices(config)
         with _found(out, "there is nothing to maximise"):
             entries = {"rewards": config.rewards, "watch": config.watch, "eval.metrics": config.eval.metrics}
@@ -731,7 +744,7 @@ def check_run_folder(path: str | Path) -> list[Finding]:
     return out
 
 # %% ../../nbs/pipeline/doctor.ipynb #ab3d7f9b
-def doctor(config: Any) -> list[Finding]:
+def doctor(config: TextConfig) -> list[Finding]:
     """Look at model, tokenizer, data and machine before training.
 
     Args:

@@ -18,7 +18,9 @@ from ..core import printable
 from ..data.worlds import model_world, world_of
 from ..files import read_regular
 from ..strict import read_config_file
+from ..train.method import TextConfig
 from ..train.registry import of
+from ..train.rlaif import RLAIFConfig
 from ..train.stage import StageResult
 from ..untrusted import MAX_LINE
 
@@ -79,7 +81,7 @@ def next_lines(leaves: str, model: Path, run: Path, began: str | None = None, da
     told = [read_regular(model / name, MAX_LINE) for name in files if (model / name).is_file()]
     if any(b"chat_template" in text or b"{%" in text for text in told):
         real = began is not None and model_world(began) is None
-        compared = f"compare {shlex.quote(str(began))} {place} --suite instructions"
+        compared = f"compare {shlex.quote(str(began))} {place} --suite facts"
         return [f"chat {place}", *([compared] if real else []), seen]
     world = world_of(data) or model_world(began)
     question = world.question if world is not None else "Hello."
@@ -89,7 +91,7 @@ def next_lines(leaves: str, model: Path, run: Path, began: str | None = None, da
 _OF_LABELS = ("labelled", "pairs", "judge/accuracy", "gold/agreement", "position_bias", "flips")
 
 
-def stage_told(config: Any, done: StageResult) -> str:
+def stage_told(config: TextConfig | RLAIFConfig, done: StageResult) -> str:
     """How a stage went, and what to type now."""
     leaves = of(config).leaves
     shown = [k for k in done.metrics if (k in _OF_LABELS if leaves == "pairs" else k.startswith("eval/"))]

@@ -33,7 +33,7 @@ from ..run.lock import RunLock
 from ..run.log import config_changes
 from ..run.state import clean_saves
 from ..scale.launch import check_launch, launch
-from ..train.method import tokenize_rows
+from ..train.method import TextConfig, tokenize_rows
 from ..train.online_config import OnlineConfig, load_reward, rewarded
 from ..train.ppo import PPOConfig
 from ..train.rlaif import RLAIFConfig
@@ -662,7 +662,7 @@ def _answers_of(
     return evaluate(model, tokenizer, prompts, judges, reference, sampling, seed), model
 
 
-def trusted_rewards(plan: StagePlan, config: Any) -> dict[str, Any]:
+def trusted_rewards(plan: StagePlan, config: TextConfig) -> dict[str, Any]:
     """Rewards that nothing learns from: gold in the toy world, and those that `gates.trusted` names.
 
     Args:

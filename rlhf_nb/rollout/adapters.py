@@ -117,7 +117,7 @@ class ReasoningGym:
                 return Step(reward=float(self.puzzles.score_answer(answer, self.puzzles[0])), done=True)
         return Step(metrics={"refused": 1.0}, done=True)
 
-
+# %% ../../nbs/rollout/adapters.ipynb #092a94ce
 _loaded: dict[str, list[Any]] = {}  # tasksets' tasks
 _loading = threading.Lock()  # all episodes begin at the same time
 
@@ -186,7 +186,7 @@ class Verifiers:
         each = {k: r.score for k, r in trace.rewards.items() if r is not None} | trace.metrics
         return Step(None, float(trace.reward), True, {k: float(v) for k, v in each.items() if v is not None})
 
-
+# %% ../../nbs/rollout/adapters.ipynb #1cacbea4
 _turn = threading.Lock()  # TextArena's games draw from Python's own generator, which all of them share
 
 

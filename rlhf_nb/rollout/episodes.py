@@ -84,7 +84,7 @@ class EpisodeConfig(StrictConfig):
     options: dict[str, Any] = option({}, "arguments of the environment's class")
     tools: list[str] = option([], "functions that the policy may call, package.module:NAME")
     form: Literal["auto", "hermes", "llama3", "json"] = option(
-        "auto", "how calls are written; auto: as the chat template shows them"
+        "auto", "how calls are written; auto: as the tokenizer's response template says, or as the chat template shows"
     )
     max_turns: int = option(8, "turns of the policy in an episode", ge=1)
     max_tokens: int | None = option(
@@ -196,7 +196,7 @@ def environment_kinds(environment: Any, tools: Iterable[Callable[..., Any]] = ()
         return {str(k): environment_kind(make, given, str(k)) for k, make in environment.items()}
     return {None: environment_kind(environment, given)}
 
-
+# %% ../../nbs/rollout/episodes.ipynb #7675fa6d
 class _Seat:
     """An episode's environment, of any kind.
 
@@ -299,6 +299,7 @@ STOPS = ("done", "turns", "tokens", "calls", "seconds", "failed")  # why an epis
 
 # %% ../../nbs/rollout/episodes.ipynb #7e200010
 _CLOSING = 5.0  # seconds in which a stop lets environments close
+_END = 32  # tokens of a prompt's end, which may begin a turn
 
 
 class Episodes(Sampler):
@@ -325,7 +326,8 @@ class Episodes(Sampler):
         self.window, self._told, self._tried = window or 1 << 40, set[str](), set[str]()
         tools = any(kind.schemas for kind in self.kinds.values())
         set_chat_template(tokenizer, "chatml" if tools and not tokenizer.chat_template else None)
-        self.form = call_form(str(tokenizer.chat_template)) if config.form == "auto" else config.form
+        brought = getattr(tokenizer, "response_template", None)
+        self.form = call_form(str(tokenizer.chat_template), brought) if config.form == "auto" else config.form
         for kind in self.kinds.values():
             self._check_template(kind)
 
@@ -599,7 +601,9 @@ class Episodes(Sampler):
             e.logps += [math.nan] * n if logps is None else logps[i][:n]
             e.texts.append(self.tokenizer.decode(ids[:n], skip_special_tokens=True))
             text = self.tokenizer.decode(ids[:n], skip_special_tokens=False)
-            e.asked = parse_calls(text.removesuffix(self.tokenizer.eos_token or ""), self.form)
+            before = self.tokenizer.decode(rows[i][-_END:], skip_special_tokens=False)
+            text = text.removesuffix(self.tokenizer.eos_token or "")
+            e.asked = parse_calls(text, self.form, before, e.seat.kind.schemas)
             e.made += len(e.asked[0])
             e.messages = [*e.messages, {"role": "assistant", "content": e.texts[-1]}]
             if not finished:

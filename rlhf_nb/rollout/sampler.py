@@ -208,7 +208,7 @@ def may_share(model: nn.Module, short: Tensor, long: Tensor, pad: int, steps: in
     known[key] = "all" if same <= bound and padded <= bound else "same length" if same <= bound else "none"
     return known[key]
 
-
+# %% ../../nbs/rollout/sampler.ipynb #bfbf3b1a
 def generate(
     model: nn.Module, asked: Requests, choose: Chooser, uniform: Tensor | None, new_tokens: int, size: int, pad: int,
     used: list[int]

@@ -90,7 +90,7 @@ def find_beginnings(
     number = {key: k for k, (key, _) in enumerate(places)}
     return Beginnings(taken, columns, tokens, [place for _, place in places], [[number[k] for k in ks] for ks in keys])
 
-
+# %% ../../nbs/rollout/steps.ipynb #0963803f
 def count_right(
     model: nn.Module, tokenizer: Any, begun: Beginnings, right: Right, *, n: int, sampling: SamplingConfig,
     seed: int = 0,
@@ -184,7 +184,7 @@ def label_steps(
     steps = sum(map(len, begun.of))
     return StepLabels(out, len(counts), steps - len(counts), drawn)
 
-
+# %% ../../nbs/rollout/steps.ipynb #32531e01
 def _in_steps(row: dict[str, Any], i: int, tok: Any, rule: StepRule) -> dict[str, Any]:
     """A row's prompt and its answer in steps."""
     if row.get("prompt") is None or not (row.get("completions") or row.get("completion")):

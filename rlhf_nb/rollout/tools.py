@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import inspect
 import itertools
 import json
@@ -12,7 +13,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, MappingView, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, MappingView, Sequence, Set
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -58,9 +59,13 @@ _BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _DECODER = json.JSONDecoder()
 
 
-def call_form(template: str | None) -> CallForm:
-    """The form in which a model writes calls, from its chat template."""
+def call_form(template: str | None, brought: Any = None) -> Any:
+    """The form in which a model writes calls: its tokenizer's response template, if that reads any, or one of
+    `CallForm`, from the chat template.
+    """
     text = template or ""
+    if "tool_calls" in (brought or {}).get("fields", ()):
+        return brought
     if "<tool_call>" in text:
         return "hermes"
     return "llama3" if "<|python_tag|>" in text or "ipython" in text else "json"
@@ -92,17 +97,28 @@ def _calls_in(text: str) -> list[Call]:
     return found
 
 
-def parse_calls(text: str, form: CallForm = "hermes") -> tuple[list[Call], str | None]:
+def parse_calls(
+    text: str, form: CallForm | Mapping[str, Any] = "hermes", before: str = "", schemas: Sequence[Any] = ()
+) -> tuple[list[Call], str | None]:
     """The calls that a turn makes, in order.
 
     Args:
         text: of the turn, with the special tokens that it holds.
-        form: in which calls are written.
+        form: in which calls are written; or a tokenizer's response template.
+        before: for such a template, the end of the prompt, which may begin the turn.
+        schemas: for such a template, of the tools, by which it reads numbers as numbers.
 
     Returns:
         The calls, and None; or none, and what is wrong with what looks like one.
     """
-    if form == "hermes":
+    if isinstance(form, Mapping):
+        read = importlib.import_module("transformers.utils.chat_parsing").parse_response
+        try:
+            found = read(text, form, prefix=before, tools=schemas).get("tool_calls") or []
+            each = [[call] if (call := _as_call(x)) else [] for x in found]
+        except Exception as e:  # whatever a foreign template leads to
+            return [], f"a call can't be read: {str(e).splitlines()[0] if str(e) else type(e).__name__}"
+    elif form == "hermes":
         blocks = _BLOCK.findall(text)
         each = [_calls_in(block) for block in blocks]
     else:
@@ -198,7 +214,7 @@ def _called(f: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     found = f(**arguments)
     return later() if inspect.isawaitable(found) or inspect.isasyncgen(found) else _as_text(found)
 
-
+# %% ../../nbs/rollout/tools.ipynb #6263a939
 class Tools:
     """Functions that a policy may call.
 

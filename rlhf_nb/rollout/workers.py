@@ -228,7 +228,7 @@ class Drawer:
             ours = isinstance(e, RlhfError) and type(e).__module__.startswith("rlhf_nb.")
             return pickle.dumps(e if ours else said)
 
-
+# %% ../../nbs/rollout/workers.ipynb #1b27e385
 def worker_process(conn: Any, memory: _Memory) -> None:
     """What a process does that is a worker: draw what is asked for, until the parent is gone.
 
@@ -295,7 +295,7 @@ class _Crew:
     busy: float = 0.0  # seconds of drawing
     closed: threading.Event = field(default_factory=threading.Event)
 
-
+# %% ../../nbs/rollout/workers.ipynb #9623cdb6
 _starting = threading.Lock()
 
 
@@ -371,7 +371,7 @@ class OnThisMachine:
     def close(self) -> None:
         """Nothing to do."""
 
-
+# %% ../../nbs/rollout/workers.ipynb #abdf4be8
 class Workers:
     """Processes that draw answers, one thread each; they start with the first version of the weights.
 

@@ -21,6 +21,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress as RichProgress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from ..config import StopConfig, TrainConfig
 from ..core import ConfigError, RunError, did_you_mean, printable
 from .engine import Engine
 from .log import EventLog, History, RunDir
@@ -55,7 +56,7 @@ class Flags:
 class RunView(Protocol):
     """What a callback may look at."""
 
-    config: Any
+    config: TrainConfig
     method: Any
 
     @property
@@ -147,7 +148,7 @@ class EarlyStop(Callback):
         self.best, self.waited, self.seen, self.restored = math.inf, 0, False, False
 
     @classmethod
-    def by(cls, config: Any) -> EarlyStop:
+    def by(cls, config: StopConfig) -> EarlyStop:
         """As `stop_on` of a config says."""
         mode = config.mode or ("min" if config.metric.endswith("loss") else "max")
         return cls(config.metric, config.patience, mode, config.min_delta)

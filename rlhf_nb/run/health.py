@@ -210,7 +210,7 @@ def _entropy(known: Known, config: Mapping[str, Any]) -> Concern:
         return "bad", f"{text}: it says nearly the same always and learns no more. {advice}"
     return "watch" if now < 0.3 * begin else "ok", text
 
-
+# %% ../../nbs/run/health.ipynb #6ba826c2
 def _start(known: Known, config: Mapping[str, Any]) -> Concern:
     """Do policy and reference begin as the same model, and part then?"""
     name, at, gap = _first(known, "rewards/margins", "objective/kl")

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ..config import TrainConfig
 from ..core import ConfigError
 from .callbacks import Callback, EarlyStop, Flags, RunView
 
@@ -21,7 +22,7 @@ _CALLED = {"on_init_end", "on_train_begin", "on_step_end", "on_log", "on_evaluat
 class _Args:
     """The settings of a run under the names of `TrainingArguments`."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: TrainConfig) -> None:
         self._config = config
         self.output_dir, self.run_name, self.seed = config.output_dir, config.output_dir, config.seed
         self.logging_steps, self.eval_steps = config.log_every, config.eval_every
@@ -63,7 +64,7 @@ def log_of(run: Any) -> list[dict[str, Any]]:
     evals = [{k.replace("/", "_", 1): v for k, v in event.items()} for event in run.history.evals]
     return sorted(steps + evals, key=lambda event: event["step"])
 
-
+# %% ../../nbs/run/hf_callbacks.ipynb #637eb1c0
 class TransformersCallback(Callback):
     """A `TrainerCallback` as an observer of this package's loop.
 

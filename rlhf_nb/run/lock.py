@@ -262,7 +262,7 @@ class _Claim:
                 for folder in self.made:
                     folder.rmdir()
 
-
+# %% ../../nbs/run/lock.ipynb #6b3adae3
 _CLAIMS: dict[str, _Claim] = {}
 _GUARD = threading.RLock()
 

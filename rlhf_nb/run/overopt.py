@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from ..config import StopConfig
 from ..core import ConfigError, t_quantile
 from .callbacks import Callback, EarlyStop, Flags, RunView
 from ..sequential import ALPHA, Fall, fall
@@ -171,7 +172,7 @@ class GoldCurve:
         kl, gold = zip(*self.points)
         return fit_gold(kl, gold, level=level)
 
-
+# %% ../../nbs/run/overopt.ipynb #ea0f581c
 class StopAtPeak(Callback):
     """Ends a run whose gold reward has fallen.
 
@@ -228,7 +229,7 @@ class StopAtPeak(Callback):
         run.event("warning", message=f"{what}, so it never stops the run: {remedy}")
 
 
-def stop_by(config: Any) -> Callback:
+def stop_by(config: StopConfig) -> Callback:
     """The rule that `stop_on` asks for.
 
     Args:

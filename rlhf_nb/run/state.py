@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..config import TrainConfig
 from rlhf_nb.core import (
     CheckpointError, ConfigError, RunError, derive_seed, did_you_mean, read_interval, rng_state, seed_everything,
     set_rng_state,
@@ -152,7 +153,7 @@ class Saves:
     """
 
     def __init__(
-        self, config: Any, clock: Callable[[], float] = time.monotonic, epoch: int | None = None
+        self, config: TrainConfig, clock: Callable[[], float] = time.monotonic, epoch: int | None = None
     ) -> None:  # fmt: skip
         every = read_interval(config.save_every)
         self.every, self.clock = every._replace(steps=epoch) if every.epoch else every, clock
@@ -342,7 +343,7 @@ def _check(run: Any) -> dict[str, Any] | None:
     set_rng_state(state)
     return found
 
-
+# %% ../../nbs/run/state.ipynb #2661330d
 def _begin(run: Any) -> None:
     """A fresh run: seeds and the first event."""
     engine, seed = run.engine, run.config.seed
@@ -453,7 +454,7 @@ def roll_back(folder: str | Path, step: int, failed: bool = False) -> Path:
         log.close()
     return aside
 
-
+# %% ../../nbs/run/state.ipynb #09def92b
 def keep_served(path: Path, step: int) -> None:
     """Cut a control file back to what had been served at a step, so that nothing later is set again."""
     requests = ControlRequests(path)

@@ -497,7 +497,7 @@ def _local(x: Tensor) -> Tensor:
     part: Tensor = x.to_local() if hasattr(x, "to_local") else x
     return part
 
-
+# %% ../../nbs/run/strategies.ipynb #4cb080a5
 class Sharded(SharedOut):
     """FSDP2: every weight split over ranks along its first dimension.
 

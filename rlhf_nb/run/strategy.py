@@ -166,7 +166,7 @@ class Together(torch.optim.Optimizer):
         for part in self.parts:
             part.step()
 
-
+# %% ../../nbs/run/strategy.ipynb #600b7a3d
 def _muon(module: nn.Module, groups: list[dict[str, Any]], settings: OptimizerConfig) -> torch.optim.Optimizer:
     """Muon for the matrices between embedding and head, AdamW for all else."""
     if not hasattr(torch.optim, "Muon"):
@@ -287,7 +287,7 @@ class Shard(NamedTuple):
     states: dict[str, Tensor]  # the optimizer's, laid out like `tensor`, and its counter; empty before the first update
     cut: Callable[[Tensor], Tensor]  # the part of `tensor` or of a state; writing into it writes into what is trained
 
-
+# %% ../../nbs/run/strategy.ipynb #69967930
 class Strategy:
     """How ranks share the one trainable module; this one leaves all of it on each (one process, or DDP).
 
@@ -430,7 +430,7 @@ class Strategy:
                 else:  # a row of averages, a table of 8-bit values: whole on every rank
                     shard.states[key] = value.to(device, copy=True)
 
-
+# %% ../../nbs/run/strategy.ipynb #1fed322b
 def like_parameter(state: Tensor, shard: Shard) -> bool:
     """Whether a state of the optimizer is laid out like its parameter, number by number."""
     return state.numel() == math.prod(shard.shape)

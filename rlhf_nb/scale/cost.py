@@ -22,6 +22,8 @@ from ..rollout.sampler import sample_tokens
 from .topology import Job, DecoderShape, Split, job_of, predict_memory, row_tokens, decoder_shape
 from ..scoring.head import HeadOptions, read_head
 from ..scoring.scores import completion_logps
+from ..train.method import TextConfig
+from ..train.online_config import OnlineConfig
 from ..train.registry import of
 from ..types import Completions, PromptBatch
 
@@ -290,7 +292,7 @@ class CostEstimate(NamedTuple):
 
 
 def estimate(
-    config: Any, model_config: Any, precision: Precision, lengths: tuple[int, int] | None = None
+    config: TextConfig, model_config: Any, precision: Precision, lengths: tuple[int, int] | None = None
 ) -> CostEstimate | None:
     """Seconds and gigabytes of a step on this machine, by timing a little of each kind of work.
 
@@ -328,33 +330,32 @@ def estimate(
 class _Told(NamedTuple):
     """What stays the same between variants of a config."""
 
-    config: Any
+    config: TextConfig
     model_config: Any
     precision: Precision
     lengths: tuple[int, int] | None
     shape: DecoderShape
 
-    def cost(self, config: Any, speeds: dict[tuple[bool, int], Speed]) -> Cost:
+    def cost(self, config: TextConfig, speeds: dict[tuple[bool, int], Speed]) -> Cost:
         """Of a variant; what was measured is measured once for each kind of training."""
         job = limits = job_of(config, self.precision)
-        online = job.info.online
         if self.lengths is not None:
             prompt, answer = self.lengths
-            answer = job.completion if online else answer
+            answer = job.completion if job.info.online else answer
             job = dataclasses.replace(job, prompt=min(prompt, job.prompt), completion=answer)
-        key, sampling = (job.lora is None, job.group), config.sampling if online else None
+        key, sampling = (job.lora is None, job.group), config.sampling if isinstance(config, OnlineConfig) else None
         if key not in speeds:
             speeds[key] = measure_costs(self.model_config, job, config.model.lora, sampling)
         half = self.precision.compute_dtype != torch.float32
         return step_cost(self.shape, job, limits, speeds[key], config.num_inner_epochs, half)
 
 # %% ../../nbs/scale/cost.ipynb #b8d2c0b0
-def _options(config: Any) -> dict[str, dict[str, Any]]:
+def _options(config: TextConfig) -> dict[str, dict[str, Any]]:
     """Settings that may be lighter than a config's."""
     out: dict[str, dict[str, Any]] = {}
     if config.model.lora is None and getattr(config, "reference", None) != "moving":
         out["model.lora.r=16"] = {"model": config.model.replace(lora=LoraSettings(r=16))}
-    if of(config).online:
+    if isinstance(config, OnlineConfig):
         group, rows, mini = config.num_generations, config.rollout_batch_size, config.mini_batch_size
         if group == 1 and rows % 8 == 0 and mini % 8 == 0:
             out["num_generations=8"] = {"num_generations": 8}

@@ -82,7 +82,7 @@ def _largest(rng: np.random.Generator, count: int, spread: float) -> float:
     """The largest of so many log-normal factors with median 1."""
     return math.exp(spread * NormalDist().inv_cdf(rng.uniform(1e-300, 1.0) ** (1 / count))) if spread else 1.0
 
-
+# %% ../../nbs/scale/simulate.ipynb #5e1ba4d7
 def simulate_run(
     draw: float, learn: float, gpus: int, *, hours: float = math.inf, steps: float = math.inf, drawers: int = 0,
     lag: int = 0, sent: float = 0.0, answers: int = 1, save: float = 60.0, every: int | None = None,

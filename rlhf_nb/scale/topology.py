@@ -13,6 +13,8 @@ import torch
 
 from ..core import ConfigError, ModelError, Precision
 from ..fast.kernels import fused
+from ..train.method import TextConfig
+from ..train.online_config import OnlineConfig
 from ..train.registry import Held, MethodInfo, get, of
 
 # %% auto #0
@@ -610,7 +612,7 @@ def _on_host(roles: Sequence[Weights], job: Job, split: Split) -> float:
     return (moved + (trained * f.weight + copied + frozen * f.frozen if split.offload == "all" else 0.0)) / split.gpus
 
 # %% ../../nbs/scale/topology.ipynb #66e896ae
-def job_of(config: Any, precision: Precision) -> Job:
+def job_of(config: TextConfig, precision: Precision) -> Job:
     """What a training configuration asks for.
 
     Args:
@@ -619,12 +621,13 @@ def job_of(config: Any, precision: Precision) -> Job:
     """
     method, data, lora = of(config), config.data, config.model.lora
     held, batch = method.held(config), config.rollout_batch_size
-    if method.online and not config.rewards and (config.reward is None or Path(str(config.reward)).exists()):
+    online = config if isinstance(config, OnlineConfig) else None
+    if online and not online.rewards and (online.reward is None or Path(str(online.reward)).exists()):
         held = (*held, "reward adapter" if "critic adapter" in held else "reward model")  # else a function scores
-    for entry in config.rewards if method.online else ():
+    for entry in online.rewards if online else ():
         one: tuple[Held, ...] = ("reward model",)
         held += one * (1 if isinstance(entry.model, str) else len(entry.model or ()))
-    longest = config.sampling.max_new_tokens if method.online else data.max_length - data.prompt_limit
+    longest = online.sampling.max_new_tokens if online else data.max_length - data.prompt_limit
     return Job(
         method=method.name, prompt=data.prompt_limit, completion=longest, token_budget=config.token_budget,
         mini_batch=config.mini_batch_size, rollout_batch=batch, group=getattr(config, "num_generations", 1),

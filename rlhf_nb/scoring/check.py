@@ -128,7 +128,7 @@ def _distrust_all(
     with use_fast(False):
         return plainly()
 
-
+# %% ../../nbs/scoring/check.ipynb #a5996ec1
 def self_check(
     model: Any,
     c: Completions,

@@ -296,7 +296,7 @@ def _token_scores(
     ]
     return TokenScores(scored, *other)
 
-
+# %% ../../nbs/scoring/scores.ipynb #859a4030
 log = logging.getLogger(__name__)
 _told: set[str] = set()
 

@@ -459,7 +459,7 @@ class Batcher:
             self.parked += 1
         return True
 
-
+# %% ../../nbs/serve/batcher.ipynb #30444a19
 def _text(ask: Ask) -> tuple[int, ...]:
     """What must be read before an answer can begin or go on."""
     return tuple(ask.ids if ask.row is None else ask.row.text)

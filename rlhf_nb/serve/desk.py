@@ -127,7 +127,7 @@ def rewards_of(
         r = as_rollout(batch, len(answers), ids, lens, finished, None, model.tokenizer)
     return [float(x) for x in model.rewards(r, needed=needed)[0]]
 
-
+# %% ../../nbs/serve/desk.ipynb #10ed7874
 class Desk:
     """Turns requests into answers.
 

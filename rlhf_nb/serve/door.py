@@ -116,7 +116,7 @@ def patient_protocol(seconds: float, most: int = 512) -> Any:
 
     return Patient
 
-
+# %% ../../nbs/serve/door.ipynb #896efc49
 def _misshapen(scope: Any) -> Refused | None:
     """The refusal of a request by its head; None: the head is well."""
     headers, names = scope["headers"], {k.lower() for k, _ in scope["headers"]}

@@ -124,7 +124,7 @@ class Ticket:
         if answers and answered:
             self.gate.learn(time.monotonic() - self.begun)
 
-
+# %% ../../nbs/serve/gate.ipynb #08faeee3
 class Gate:
     """Lets requests in, or says why not. Used by one thread, the server's.
 

@@ -161,7 +161,7 @@ class _Called(BaseModel):
     name: str = Field(max_length=256)
     arguments: _Text
 
-
+# %% ../../nbs/serve/protocol.ipynb #3d1259cc
 class _Call(BaseModel):
     """A call of a tool in an earlier answer."""
 
@@ -258,7 +258,7 @@ class _Said(BaseModel):
             said["tool_calls"] = [c.model_dump(exclude_none=True) for c in self.tool_calls]
         return check_messages([said])[0]
 
-
+# %% ../../nbs/serve/protocol.ipynb #8395e66b
 class ChatAsked(Asked):
     """A request for `/v1/chat/completions`."""
 
@@ -354,7 +354,7 @@ class TextAsked(Asked):
         """How many of the likeliest tokens are told; None: no log-probs at all."""
         return self.logprobs
 
-
+# %% ../../nbs/serve/protocol.ipynb #365a0d19
 _A = TypeVar("_A", bound=BaseModel)
 
 
@@ -432,7 +432,7 @@ def text_logprobs(tokenizer: Any, tokens: Sequence[Token], offset: int = 0) -> d
         "text_offset": starts,
     }
 
-
+# %% ../../nbs/serve/protocol.ipynb #daaab0bf
 class Form:
     """How answers to one request are written.
 

@@ -130,7 +130,7 @@ def _shares(key: str, shares: dict[str, float]) -> None:
     if not math.isclose(sum(shares.values()), 1.0, abs_tol=1e-6):
         raise ValueError(f"{key}: shares make {sum(shares.values()):g} together, and must make 1.")
 
-
+# %% ../../nbs/serve/settings.ipynb #7d5a9869
 def is_local(host: str) -> bool:
     """Whether an address can be reached from this machine only."""
     if host == "localhost":

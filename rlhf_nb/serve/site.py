@@ -270,7 +270,7 @@ def _load(
             models[each].answers = f"close: {close}" if close else "exact"
     return models, engines
 
-
+# %% ../../nbs/serve/site.ipynb #e58ea979
 def _with_adapters(net: Any, adapters: Mapping[str, str]) -> Any:
     """A model with adapters in its layers, all switched off until an engine needs one."""
     if not adapters:

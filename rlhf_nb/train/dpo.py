@@ -109,7 +109,7 @@ def _said(x: Tensor, mask: Tensor) -> Tensor:
     """
     return x.gather(1, (~mask).int().sort(stable=True, dim=1).indices)
 
-
+# %% ../../nbs/train/dpo.ipynb #ac084085
 class DPO(OfflineMethod):
     """The DPO family as a method of the loop.
 

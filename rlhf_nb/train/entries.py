@@ -426,7 +426,7 @@ def check_entries(entries: Sequence[RewardEntry], key: str = "rewards") -> list[
             raise ConfigError(f"{key}[{i}] ({e.where}): {error}") from error
     return made
 
-
+# %% ../../nbs/train/entries.ipynb #73dc44db
 def rewards_from(
     entries: Any, *, timeout: float | None = 3600.0, trust_remote_code: bool = False, token_budget: int = 4096,
     device: Any = "cpu", key: str = "rewards",

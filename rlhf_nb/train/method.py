@@ -93,7 +93,7 @@ class TextConfig(TrainConfig):
     model: ModelConfig = option(ModelConfig(), "what is trained")
     data: DataConfig = option(DataConfig(), "the rows")
 
-
+# %% ../../nbs/train/method.ipynb #58b78dc8
 class TextMethod(BaseMethod):
     """A method whose rows are text: it says how they become tokens, and what is trained and saved.
 

@@ -28,12 +28,13 @@ from ..fast.support import unwrapped
 from ..losses.group import truncated_weights
 from ..losses.kl import kl_report
 from ..models.adapters import Reference
+from ..models.reference import MovingReference
 from .decoders import sampler_for
 from .environments import played, with_environment
 from .entries import from_entries, has_entries
 from ..models.load import disable_dropout, using_adapter
 from ..rewards.base import Rewards, RolloutScorer, apply_eos_penalty
-from ..rollout.backends import OurSampler, Request, Sampler, make_sampler, needs_scoring, sampling_metrics
+from ..rollout.backends import OurSampler, Request, Sampler, needs_scoring, sampling_metrics
 from ..rollout.episodes import EpisodeConfig, Kind, episode_metrics
 from ..rollout.sampler import earlier, eos_ids, eval_mode
 from ..rollout.service import Rollouts, Scored, StepTicket, future_of, staleness
@@ -41,7 +42,7 @@ from ..rollout.workers import Drawn, Workers
 from ..run.callbacks import BudgetStop, Callback
 from ..run.checkpoint import split_state
 from ..run.control import Control, setting
-from ..run.engine import Engine
+from ..run.engine import Engine, answers_only, placed
 from ..scoring.check import self_check
 from ..data.worlds import Row
 from .method import TextMethod, frozen_parts
@@ -134,7 +135,7 @@ def group_metrics(scores: Tensor, group: int) -> dict[str, float]:
         "groups/all_best": float((dead * (groups.mean(1) >= groups.max())).mean()),
     }  # fmt: skip
 
-
+# %% ../../nbs/train/online.ipynb #7af49291
 def promises_kept(r: Rollout, eos: Sequence[int]) -> dict[str, float]:
     """What must hold whatever the reward is: ends of answers count, and equal answers are worth the same.
 
@@ -243,13 +244,13 @@ class OnlineMethod(TextMethod):
         self.group, self.kl = config.num_generations, config.kl_controller() if isinstance(config, KLPrice) else None
         place: dict[str, Any] = {"device": config.device, "trust_remote_code": config.model.trust_remote_code}
         how, plain = (config.decoder, rewards, self.name, self.imitates), config.decoder == PLAIN_DECODER
-        self.sampler: Sampler = make_sampler(config.sampling) if plain else sampler_for(*how, **place)
+        self.sampler: Sampler = OurSampler() if plain else sampler_for(*how, **place)
         self.episodes = None if environment is None else played(self.sampler, environment, model, tokenizer, config)
         self.sampler = self.episodes or self.sampler
         self._collected: dict[str, float] = {}
         self._samples: list[dict[str, Any]] = []
         self._warned = False
-        self.draws = "transformers" if config.sampling.sampler == "continuous" else "ours"
+        self.draws = "ours"
         if (vllm := config.rollouts.vllm) is not None:
             from rlhf_nb.rollout.vllm import Vllm
 
@@ -334,12 +335,17 @@ class OnlineMethod(TextMethod):
         stale = self.ticket is not None and self.ticket.version < self.ticket.number
         older = stale and cfg.old_logps == "auto" and not (again or self.imitates)  # the clip bounds this step only
         begun = time.monotonic()
+        if self.reference is not None and not (stale and self.rollouts.workers is None):  # else it was asked when drawn
+            self.reference.begin(r, **self.asked_how())
         r.old_logps, r.values = self.old_logps_and_values(r, again or older)
         self._older = older * (time.monotonic() - begun)
         if self.reference is not None:
-            temperature, budget = cfg.sampling.temperature, cfg.token_budget
-            r.ref_logps = self.reference.logps(r, temperature=temperature, token_budget=budget)
+            r.ref_logps = self.reference.logps(r, **self.asked_how())
         return r
+
+    def asked_how(self) -> dict[str, Any]:
+        """With which settings the reference is asked."""
+        return {"temperature": self.config.sampling.temperature, "token_budget": self.config.token_budget}
 
     @cached_property
     def rollouts(self) -> Rollouts:
@@ -406,6 +412,8 @@ class OnlineMethod(TextMethod):
         workers, seed = self.rollouts.workers, self.seed_of(again)
         if workers is None:
             drawing = future_of(Drawn(self.answers(prompts, number, seed=seed)))
+            if self.reference is not None and step < number:
+                self.reference.begin(drawing.result().rollout, **self.asked_how())
         else:
             prompts.before = self.engine.repeats(prompts.uid)
             workers.publish(step)
@@ -597,7 +605,7 @@ class OnlineMethod(TextMethod):
         self.by_question = {f"eval/{shown_as(k)}": v.tolist() for k, v in found.scores.items()}
         return {f"eval/{k}": v for k, v in found.summary().items()}
 
-
+# %% ../../nbs/train/online.ipynb #9da11ca2
 def holds_model(fn: Any) -> bool:
     """Whether a reward computes with a model of this process: then asking it is no waiting."""
     return any(isinstance(x, nn.Module) for x in [*getattr(fn, "members", ()), *getattr(fn, "__dict__", {}).values()])
@@ -645,7 +653,6 @@ def check_workers(method: OnlineMethod) -> None:
         f"the policy is on {engine.device}, and they compute on CPUs": engine.device.type != "cpu" and key != "vllm",
         "actors of Ray have no GPU for it: vLLM draws in a process of this machine": bool(key == "vllm" and how.ray),
         "each process that learns holds only a part of the weights": getattr(engine.strategy, "cuts_weights", False),
-        "sampling.sampler=continuous has threads of its own": cfg.sampling.sampler == "continuous",
         "decoder draws in more ways than one": cfg.decoder != PLAIN_DECODER,
         method.draws_besides: bool(method.draws_besides),
     }  # fmt: skip
@@ -679,7 +686,7 @@ def check_draws(method: OnlineMethod, prompts: PromptBatch) -> dict[str, Any]:
         answers = {"answers": "exact" if why is None else f"close: {why}"}
         return asdict(self_check(method.model, r, sampling.temperature, ours, others=method.models())) | answers
 
-
+# %% ../../nbs/train/online.ipynb #483c9ee3
 def evaluate_held_out(method: OnlineMethod, held_out: Sequence[Row]) -> PolicyEval:
     """What a method's policy answers to held-out prompts, and what is measured, over all processes.
 
@@ -797,8 +804,10 @@ class OnlineTrainer(TextTrainer[_O]):
         rewards = as_rewards(parts.pop("reward"), config, parts.pop("logged"), parts.get("environment"))
         reference = parts.pop("reference")
         priced = isinstance(config, KLPrice) and config.kl_coef > 0
-        if reference is None and (priced or self.method_class.keeps_reference):
-            reference = Reference(model)
+        keeps = reference is not None or priced or self.method_class.keeps_reference
+        if keeps and not isinstance(reference, MovingReference):
+            given = reference
+            reference = placed("reference", lambda: given or Reference(model, copy_model=not answers_only()))
         return self.method_class(model, tokenizer, rewards, config, reference, **parts)
 
     def prompts(self, n: int | None = None) -> PromptBatch:

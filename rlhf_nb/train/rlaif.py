@@ -140,7 +140,7 @@ class RewardJudge(BothOrders):
         about: dict[str, Any] = {"uid": uid, "finished": ended, "prompts": prompts, "texts": texts, "columns": columns}
         return Rollout(**c.columns_dict(), **about)
 
-
+# %% ../../nbs/train/rlaif.ipynb #b265dc40
 def toy_judge(seed: int = 0, world: World | None = None) -> FunctionJudge:
     """A world's labellers as a judge: taste, an error of its own on each answer, a liking for what comes first.
 
@@ -331,7 +331,7 @@ def _right(gold: Any, rows: Sequence[Row]) -> float:
     pairs = zip(gold(prompts, [r["chosen"] for r in rows]), gold(prompts, [r["rejected"] for r in rows]))
     return sum(0.5 if a == b else float(a > b) for a, b in pairs)
 
-
+# %% ../../nbs/train/rlaif.ipynb #7cd4b3fa
 _FREE = ("output_dir", "prompts", "chunk", "then", "device", "console")  # may change when a job is continued
 
 
@@ -493,7 +493,7 @@ class Labelling:
             whole["gold/right"] = sum(s.get("gold/right", 0.0) for s in stats)
         return list(chain(*rows)), list(chain(*revised)), whole
 
-
+# %% ../../nbs/train/rlaif.ipynb #de3b78af
 def _reply(prompt: Any, text: str) -> Any:
     """An answer in the form of its prompt: text goes on where the prompt ends, a dialogue gets a message."""
     return text if isinstance(prompt, str) else [{"role": "assistant", "content": text.strip()}]

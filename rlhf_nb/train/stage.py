@@ -16,9 +16,12 @@ from ..console import me, tell
 from ..core import RunError
 from ..data.worlds import gold_of
 from ..run.lock import RunLock
-from .online_config import OnlineConfig
+from .distill import DistillConfig
+from .method import TextConfig
+from .online_config import OnlineConfig, rewarded
 from .registry import get, of
 from .rlaif import RLAIFConfig
+from .watched import RewardPart
 from ..files import read_regular, write_whole
 from ..strict import table_of
 from ..untrusted import MAX_LINE, json_value
@@ -32,16 +35,16 @@ JobConfig: TypeAlias = TrainConfig | RLAIFConfig  # of any method of the registr
 
 
 def make_trainer(config: JobConfig) -> Any:
-    """The trainer of a config; where a world says what answers are really worth, it watches that, too.
+    """The trainer of a config; where a world says what answers to its prompts are really worth, it watches that, too.
 
     Args:
         config: of any method of the registry.
     """
     method = of(config)
-    gold = gold_of(config.data.path) if isinstance(config, OnlineConfig) and config.reward != "gold" else None
-    if gold is None:
-        return method.trainer(config)
-    return method.trainer(config, logged={"gold": gold})
+    gold = None
+    if isinstance(config, OnlineConfig) and config.reward != "gold" and config.episodes.environment is None:
+        gold = gold_of(config.data.path)
+    return method.trainer(config, logged={"gold": gold}) if gold else method.trainer(config)
 
 # %% ../../nbs/train/stage.ipynb #61a982b3
 def write_json(path: str | Path, value: Any, sync: bool = True) -> None:
@@ -139,15 +142,12 @@ def _run_locked(config: JobConfig, resume: bool, overwrite: bool, remember: Stri
     return StageResult(method.name, made, metrics, seconds, stopped=stopped)
 
 # %% ../../nbs/train/stage.ipynb #a1c5e7d2
-def unrewarded(kind: str, config: Any) -> bool:
+def unrewarded(kind: str, config: TextConfig) -> bool:
     """Whether a method learns from answers of its own and nothing says what they are worth."""
-    asks = kind != "run" and get(kind).online and config.has("reward")
-    if asks and config.has("episodes") and config.episodes.environment is not None:
-        return False  # it pays
-    return asks and config.reward is None and not config.rewards
+    return kind != "run" and get(kind).online and isinstance(config, RewardPart) and not rewarded(config)
 
 
-def unsaid_of(command: str, kind: str, config: Any) -> list[str]:
+def unsaid_of(command: str, kind: str, config: TextConfig) -> list[str]:
     """The settings that a command can't do without and that nothing says.
 
     Args:
@@ -155,12 +155,12 @@ def unsaid_of(command: str, kind: str, config: Any) -> list[str]:
         kind: a method.
         config: of it.
     """
-    named = {"model.name_or_path": config.model.name_or_path}
+    named: dict[str, Any] = {"model.name_or_path": config.model.name_or_path}
     if command != "plan":
         named |= {"data.path": config.data.named}
     if command in ("", "launch", "sweep"):
         named |= {"reward": not unrewarded(kind, config)}
-        named |= {"teacher": config.teacher} if config.has("teacher") else {}
+        named |= {"teacher": config.teacher} if isinstance(config, DistillConfig) else {}
     return [key for key, value in named.items() if not value]
 
 

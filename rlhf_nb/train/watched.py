@@ -114,7 +114,7 @@ class RewardPart(StrictConfig):
             )
         return self
 
-
+# %% ../../nbs/train/watched.ipynb #da65fc8b
 class Against:
     """The probability that an answer beats the one that the data has.
 

@@ -201,7 +201,7 @@ def _fit_embeddings(model: Any, tokens: int) -> None:
         known = f"the tokenizer has {tokens} tokens and the model knew {tokens - added}"
         warnings.warn(f"{known}: {added} were added, all alike. Is it the tokenizer of this model?", stacklevel=5)
 
-
+# %% ../../nbs/train/words.ipynb #22e2f468
 def our_arguments(
     trainer: str, kind: type[StrictConfig], takes: list[str], args: tuple[Any, ...], given: dict[str, Any]
 ) -> dict[str, Any]:

@@ -117,7 +117,7 @@ def _change(runs: Runs, body: bytes, desk: LabelDesk | None = None, steer: bool 
         said = f"{request}: asked, waiting for the end of the step"
     return "text/plain; charset=utf-8", printable(said)
 
-
+# %% ../../nbs/widgets/board.ipynb #163e7c85
 def _desk(pairs: Path) -> LabelDesk:
     """Where the pairs of a file are labelled, with the guideline beside it."""
     beside = pairs.with_name("guideline.md")

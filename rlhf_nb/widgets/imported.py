@@ -150,7 +150,7 @@ def _read_state(path: Path, columns: _Columns, most: int) -> dict[str, Any]:
                 columns.add(key, row.get("step"), value)
     return {k: v for k, v in told.items() if type(v) in (int, float, bool)}
 
-
+# %% ../../nbs/widgets/imported.ipynb #a2238a0f
 def _read_events(path: Path, columns: _Columns, config: dict[str, Any], most: int) -> int:
     """One of TensorBoard's files, record by record; returns how many bytes were read."""
     from google.protobuf.message import DecodeError

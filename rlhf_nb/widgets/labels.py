@@ -154,7 +154,7 @@ def _prompt(value: Any) -> Any:
     """A prompt: text, or messages of whatever roles."""
     return value if isinstance(value, list) and all(isinstance(m, dict) for m in value) else _text(value)
 
-
+# %% ../../nbs/widgets/labels.ipynb #b5e2e845
 class LabelStore:
     """Labels of one or several people in an append-only file of JSON lines.
 
@@ -435,7 +435,7 @@ def label_rows(labels: Sequence[Label], format: str = "preference", ties: str = 
     thumbs = [(known[k], n, text) for k, v in votes.items() for n, text in zip(v, (known[k].first, known[k].second))]
     return [{"prompt": pair.prompt, "completion": text, "label": n > 0} for pair, n, text in thumbs if n]
 
-
+# %% ../../nbs/widgets/labels.ipynb #8f76be19
 def _of_format(row: dict[str, Any], format: str) -> dict[str, Any]:
     """A preference as a row of a format without a loser."""
     prompt, chosen = row["prompt"], row["chosen"]

@@ -106,7 +106,7 @@ def _best(reader: RunReader, keys: Sequence[str]) -> str | None:
     curves = (k for k in there if len(there) == 1 or len(reader.series(k)[0]) > 2)
     return next(curves, there[0] if there else None)
 
-
+# %% ../../nbs/widgets/panels.ipynb #94552447
 def _panel(readers: Sequence[Any], spec: Spec, smoothing: float | None, by: str) -> Panel:
     """A spec filled with the runs' curves, their budget and what happened to them."""
     panel = Panel(spec.title, log=spec.log, low=spec.low, high=spec.high, means=spec.means)

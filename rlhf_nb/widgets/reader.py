@@ -417,7 +417,7 @@ def _usable(config: dict[str, Any]) -> dict[str, Any]:
     """A configuration whose numbers that views compute with are numbers."""
     return {k: v for k, v in config.items() if k not in ("steps", "kl_budget", "kl_target") or type(v) in (int, float)}
 
-
+# %% ../../nbs/widgets/reader.ipynb #332670cb
 class RunReader:
     """Everything a run directory says, read as it grows.
 

@@ -282,7 +282,7 @@ def answers_at_steps(
     old.update({s: answers for s, answers in found.items() if s < min(steps[-1] for steps in each)})
     return [{"step": s, "answers": answers} for s, answers in found.items()]
 
-
+# %% ../../nbs/widgets/runs.ipynb #637df393
 @dataclass(repr=False)
 class RunComparison:
     """Runs laid over each other; the last value of a cell shows it.
@@ -574,7 +574,7 @@ class Runs:
         inside = f'<div class="rc-still">{still}</div><script type="application/json">{told}</script>'
         return f'<div class="rc-runs">{inside}</div>{code_html("board.js")}'
 
-
+# %% ../../nbs/widgets/runs.ipynb #c3c99048
 def runs_told(folder: str | Path) -> str:
     """A line for each run in a folder, the newest last: what and how far it is, and what it left."""
     runs, lines = Runs(folder), []

@@ -135,7 +135,7 @@ def read_samples(run: str | Path | SampleIndex, last: int = 5000) -> list[Row]:
         row |= {"kl": sample_kl(row), "length": length}
     return rows
 
-
+# %% ../../nbs/widgets/samples.ipynb #6b33f346
 def select_samples(
     rows: Sequence[Row], by: str = "reward", descending: bool = True, steps: tuple[int, int] | None = None,
     prompt: str | None = None, text: str = "", n: int | None = None,
