@@ -76,7 +76,7 @@ def rollout_metrics(r: Rollout, kl_coef: float) -> dict[str, float]:
     longer, better = (x - x.mean() for x in (lens, scores.float()))
     found = {
         "objective/scores": scores.mean(), "objective/scores_std": scores.std(correction=0),
-        "objective/scores_length_corr": (longer * better).mean() / (longer.norm() * better.norm() / len(lens)).clamp_min(1e-6),
+        "objective/scores_length_corr": longer @ better / (longer.norm() * better.norm()).clamp_min(1e-3),
         "objective/entropy": torch.where(mask, -old, 0.0).sum(1).mean(),
         "completions/mean_length": lens.mean(), "completions/min_length": lens.min(),
         "completions/max_length": lens.max(),
