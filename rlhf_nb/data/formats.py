@@ -51,7 +51,7 @@ def warn_of(name: str, kind: type[UserWarning] = DataWarning, /, **words: Any) -
 __all__ = ['Message', 'Text', 'Row', 'OPTIONAL', 'SFT_FORMATS', 'PROMPTED', 'USUAL', 'ROLES', 'HUMAN', 'ASSISTANT', 'DataWarning',
            'warn_rows', 'warn_of', 'detect_format', 'renamed', 'check_messages', 'without_none', 'hermes_as_calls',
            'thoughts_of', 'with_thoughts', 'check_text', 'prompt_text', 'is_hh', 'parse_hh', 'extract_prompt',
-           'to_format', 'format_of', 'whole_rows', 'to_rows', 'disliked', 'COLUMNS']
+           'to_format', 'shape_of', 'format_of', 'whole_rows', 'to_rows', 'disliked', 'COLUMNS']
 
 # %% ../../nbs/data/formats.ipynb #e9212480
 _all_ = ["COLUMNS"]
@@ -634,6 +634,11 @@ def _checked(row: Row, fmt: str, where: str, shape: Shape | None, given: Row) ->
         raise DataError(said) from e
 
 
+def _allowed(to: str | None) -> tuple[str, ...]:
+    """The formats that serve a purpose, as `to_format` is told it."""
+    return {"sft": SFT_FORMATS, "prompt": PROMPTED, None: tuple(COLUMNS)}.get(to, (str(to),))
+
+
 def _native(there: set[str], formats: Iterable[str]) -> dict[str, set[str]]:
     """The formats whose columns are all there, each with those of its columns that are."""
     fit = [f for f in formats if there.issuperset(COLUMNS.get(f, ("",)))]
@@ -653,8 +658,7 @@ def _read(row: Row, to: str | None, where: str, reading: Reading) -> tuple[Row, 
             f"{where}, {seen}: the row has pictures or sound, not text. data.columns={{{seen}: null}} goes without."
         )
     begins, to = to == "episode", "prompt" if to == "episode" else to
-    allowed = SFT_FORMATS if to == "sft" else PROMPTED if to == "prompt" else tuple(COLUMNS) if to is None else (to,)
-    there, given = set(_present(row)), row
+    there, given, allowed = set(_present(row)), row, _allowed(to)
     native = _native(there, allowed)
     shape = recognise(row, to, native, where, reading)
     if begins and not (shape or native or any(_guess(c, ("prompt", "messages"))[1] for c in there)):
@@ -683,10 +687,14 @@ def _read(row: Row, to: str | None, where: str, reading: Reading) -> tuple[Row, 
     return {**found, **more}, shape
 
 # %% ../../nbs/data/formats.ipynb #700bfbd8
+def shape_of(row: Row, to: str | None = None, reading: Reading = PLAIN) -> Shape | None:
+    """The shape that a file's first row is read in, None: its columns are a format already; see `to_format`."""
+    return recognise(row, to, _native(set(_present(row)), _allowed(to)), "row 0", reading)
+
+
 def format_of(row: Row, reading: Reading = PLAIN) -> str:
     """The format that a row is in, or that its shape makes; see `to_format` for arguments and errors."""
-    there = set(_present(row))
-    shape = recognise(row, None, _native(there, COLUMNS), "row 0", reading)
+    shape = shape_of(row, None, reading)
     found = detect_format(row, None, "row 0") if shape is None else shape.gives
     turns = row["messages"] if found == "messages" and shape is None else None
     asks = isinstance(turns, list) and {m.get("role") for m in turns if isinstance(m, Mapping)} <= {"system", "user"}

@@ -29,8 +29,8 @@ COLUMNS: dict[str, tuple[str, ...]] = {  # of the formats of rows, most specific
 
 # %% auto #0
 __all__ = ['Row', 'COLUMNS', 'PLAIN', 'SYSTEM', 'SPEAKERS', 'SHAPES', 'RoleTerm', 'read_role', 'Reading', 'DataNote',
-           'NothingToCompare', 'Shape', 'instructions', 'from_question', 'shape_table', 'columns_used', 'shapes_of',
-           'recognise', 'read_as', 'note_shape']
+           'NothingToCompare', 'Shape', 'instructions', 'from_question', 'columns_used', 'shapes_of', 'recognise',
+           'read_as', 'note_shape']
 
 # %% ../../nbs/data/shapes.ipynb #e95c4425
 class RoleTerm(NamedTuple):
@@ -375,15 +375,6 @@ _WAYS: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 SHAPES = [Shape(name, *about, *_WAYS.get(name, (_asked,))) for name, about in _TABLE["shapes"].items()]
-
-
-def shape_table() -> str:
-    """The shapes, their columns and what comes of them, as a table in Markdown."""
-    lines = ["| shape | columns | read as |", "|---|---|---|"]
-    for s in SHAPES:
-        columns = "; ".join(f"`{text}` → {role}" if text != role else f"`{text}`" for role, text in s.roles.items())
-        lines.append(f"| `{s.name}` ({s.title}) | {columns.replace('|', chr(92) + '|')} | {s.gives} |")
-    return "\n".join(lines)
 
 # %% ../../nbs/data/shapes.ipynb #7afefe90
 _FOREIGN = {n for s in SHAPES for role in s.roles.values() for t in read_role(role) for n in t.names}
