@@ -772,7 +772,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no room": ({"environment": Chat, "episodes": {"max_tokens": 2}}, "has room for 2"),
     "an object": ({"environment": Chat()}, "give the class"),
     "unknown name": ({"environment": None, "episodes": {"environment": "calculater"}}, "Did you mean 'calculator'"),
-    "several": ({"environment": Chat, "sampling": {"sampler": "continuous"}}, "several: leave one of them out"),
     "a decoder": ({"environment": Chat, "decoder": {"stop": "json"}}, "Use decoder=plain"),
 }  # fmt: skip
 
@@ -786,6 +785,11 @@ def test_bad_input_is_refused_before_the_first_step(what: str, tmp_path: Path) -
             trainer("grpo", tmp_path / "run", **given)
     assert words in str(error.value) and "\n" not in str(error.value)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_decoder_and_an_environment_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="several: leave one of them out"):
+        trainer("raft", tmp_path / "run", environment=Chat, decoder={"kind": "best_of_n"})
 
 
 def test_templates_are_refused_before_the_first_step(tmp_path: Path) -> None:

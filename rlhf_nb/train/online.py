@@ -33,7 +33,7 @@ from .environments import played, with_environment
 from .entries import from_entries, has_entries
 from ..models.load import disable_dropout, using_adapter
 from ..rewards.base import Rewards, RolloutScorer, apply_eos_penalty
-from ..rollout.backends import OurSampler, Request, Sampler, make_sampler, needs_scoring, sampling_metrics
+from ..rollout.backends import OurSampler, Request, Sampler, needs_scoring, sampling_metrics
 from ..rollout.episodes import EpisodeConfig, Kind, episode_metrics
 from ..rollout.sampler import earlier, eos_ids, eval_mode
 from ..rollout.service import Rollouts, Scored, StepTicket, future_of, staleness
@@ -241,13 +241,13 @@ class OnlineMethod(TextMethod):
         self.group, self.kl = config.num_generations, config.kl_controller() if isinstance(config, KLPrice) else None
         place: dict[str, Any] = {"device": config.device, "trust_remote_code": config.model.trust_remote_code}
         how, plain = (config.decoder, rewards, self.name, self.imitates), config.decoder == PLAIN_DECODER
-        self.sampler: Sampler = make_sampler(config.sampling) if plain else sampler_for(*how, **place)
+        self.sampler: Sampler = OurSampler() if plain else sampler_for(*how, **place)
         self.episodes = None if environment is None else played(self.sampler, environment, model, tokenizer, config)
         self.sampler = self.episodes or self.sampler
         self._collected: dict[str, float] = {}
         self._samples: list[dict[str, Any]] = []
         self._warned = False
-        self.draws = "transformers" if config.sampling.sampler == "continuous" else "ours"
+        self.draws = "ours"
         if (vllm := config.rollouts.vllm) is not None:
             from rlhf_nb.rollout.vllm import Vllm
 
@@ -643,7 +643,6 @@ def check_workers(method: OnlineMethod) -> None:
         f"the policy is on {engine.device}, and they compute on CPUs": engine.device.type != "cpu" and key != "vllm",
         "actors of Ray have no GPU for it: vLLM draws in a process of this machine": bool(key == "vllm" and how.ray),
         "each process that learns holds only a part of the weights": getattr(engine.strategy, "cuts_weights", False),
-        "sampling.sampler=continuous has threads of its own": cfg.sampling.sampler == "continuous",
         "decoder draws in more ways than one": cfg.decoder != PLAIN_DECODER,
         method.draws_besides: bool(method.draws_besides),
     }  # fmt: skip
