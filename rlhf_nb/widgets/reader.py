@@ -26,11 +26,10 @@ from ..untrusted import MAX_DEPTH, Unreadable, json_value
 from .imported import MAX_IMPORT, log_files, read_import
 
 Floats = npt.NDArray[np.float64]
-Keys = npt.NDArray[np.int64]
 
 # %% auto #0
-__all__ = ['Floats', 'Keys', 'MOST_DRAWN', 'Series', 'parse_lines', 'columns', 'columns_at_once', 'Status', 'spell_seconds',
-           'Tail', 'SampleIndex', 'RunReader', 'open_runs']
+__all__ = ['Floats', 'MOST_DRAWN', 'Series', 'parse_lines', 'columns', 'columns_at_once', 'Status', 'spell_seconds', 'Tail',
+           'SampleIndex', 'RunReader', 'open_runs']
 
 # %% ../../nbs/widgets/reader.ipynb #dbf649bd
 MOST_DRAWN = 1e100  # beyond are NaN, infinity, and numbers whose squares and differences overflow
@@ -107,7 +106,7 @@ class Series:
         return (r[0] + r[2]) / 2, r[4] / np.maximum(r[5], 1)
 
 # %% ../../nbs/widgets/reader.ipynb #71108f32
-def _join(rows: Floats, keys: Keys) -> Floats:
+def _join(rows: Floats, keys: npt.NDArray[np.int64]) -> Floats:
     """Rows (as columns) of the same key become one; keys are in order."""
     n = rows.shape[1]
     starts = np.flatnonzero(np.r_[True, keys[1:] != keys[:-1]]) if n else np.zeros(0, dtype=np.int64)
