@@ -60,7 +60,7 @@ RUN: dict[str, str] = {  # a suggestion, and lines that hold it; of a fence, and
     "bootstrap_interval(values, clusters, statistic=f)": SCORES + "f = lambda x: x.mean()\n", "compare_paired(points_of(scores_a, scores_b))": SCORES, "decide(points)": SCORES,
     "length_controlled(points, lengths_a, lengths_b)": SCORES + "lengths_a, lengths_b = [*range(1, 13)], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]\n", "pass_interval(right, n, k)": SCORES + "right, n, k = values, 4, 2\n",
     "majority_interval(said, wanted, n, k)": SCORES + "wanted, n, k = [1.0, 0.0, 1.0], 4, 3\n", "holm(p_values)": SCORES + "p_values = [0.01, 0.2]\n", "several_note(p_values)": SCORES + "p_values = [0.01, 0.2]\n",
-    "calibration(said, true)": SCORES, "by_slice(values, names)": SCORES, "cluster_prompts(prompts, k)": SCORES + "prompts, k = ['an owl flies', 'owls fly', 'sum it up', 'a sum'], 2\n",
+    "calibration(said, true)": SCORES, "by_slice(values, names)": SCORES,
     FROZEN: RESULTS, 'CapabilityTester.read("frozen.json").test({...})': f"{RESULTS}{FROZEN}\nCapabilityTester.read('frozen.json').test({{'sums': results, 'facts': others}})",
     'FeedbackStore("feedback.jsonl")': "from rlhf_nb.feedback.store import FeedbackStore\n",
     "torch.use_deterministic_algorithms(True)": "", "from rlhf_nb.pipeline.fork import fork": "", "from rlhf_nb.pipeline.sweep import sweep": "",

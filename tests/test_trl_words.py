@@ -400,6 +400,10 @@ def test_an_option_or_kind_of_an_earlier_version() -> None:
                 with pytest.raises(ConfigError, match=re.escape(row["was"])):
                     GRPOConfig(decoder=given)
             continue
+        if of in ("loss", "opponent"):
+            with pytest.raises(ConfigError, match=re.escape(row["was"])):
+                OnlineDPOConfig(**{of: said})
+            continue
         if of == "sampler":
             with pytest.raises(ConfigError, match=re.escape(row["was"])):
                 GRPOConfig(sampling={of: said})
