@@ -20,6 +20,7 @@ from rlhf_nb import (
     GRPOConfig,
     GRPOTrainer,
     KTOTrainer,
+    OnlineDPOConfig,
     PPOConfig,
     PPOTrainer,
     RewardTrainer,
