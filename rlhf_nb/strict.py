@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 
 from .aliases import BATCHES, CONVERTED, elsewhere, of_others, said_back, translate, trl_words
 from .errors import ConfigError, check_choice, suggest
-from .files import FileRefused, read_regular
+from .files import FileRefused, read_regular, write_whole
 from .untrusted import FLOAT, MAX_CONFIG, Unreadable, dump_yaml, json_value, parse_yaml
 
 # %% auto #0
@@ -529,8 +529,7 @@ class StrictConfig(BaseModel):
             path: .yaml, .yml or .json; its folder is made if need be.
         """
         path = _known_suffix(Path(path))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(self.to_json() if path.suffix == ".json" else self.to_yaml(), encoding="utf-8")
+        write_whole(path, self.to_json() if path.suffix == ".json" else self.to_yaml())
         return path
 
     @classmethod

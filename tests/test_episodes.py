@@ -834,6 +834,8 @@ def test_an_environment_by_its_name_on_a_command_line(tmp_path: Path) -> None:
     call("grpo", *words, "episodes.environment=toy")
     events = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8")
     assert "rollout/turns" in events and "rewards/environment" in events
+    others = [w for w in words if "questions" not in w]  # an environment whose first words are its own
+    call("grpo", *others, "--overwrite", "episodes.environment=test_episodes:Chat")
     said = call("grpo", *words, "--overwrite", "episodes.environment=toi", code=1)
     assert "Did you mean 'toy'?" in " ".join(said.split())
     said = call("grpo", *words, "--overwrite", "episodes.environment=mine.py:Echo", code=1)
