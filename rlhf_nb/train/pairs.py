@@ -44,7 +44,7 @@ class OnlineDPOConfig(KLBudget, OnlineConfig):
     def _fits(self) -> OnlineDPOConfig:
         """The loss is known and pairwise; the bonus has a model to leave."""
         if self.xpo_alpha and self.opponent != "reference":
-            raise ValueError("xpo_alpha moves away from the reference's answers, but opponent is not reference: set it.")
+            raise ValueError("xpo_alpha moves away from the reference's answers: set opponent=reference.")
         if self.sync_every and self.model.lora is not None:
             raise ValueError(
                 "sync_every moves the reference, but with LoRA it is the base model, which stays. Leave one of them "
