@@ -28,6 +28,7 @@ from ..fast.support import unwrapped
 from ..losses.group import truncated_weights
 from ..losses.kl import kl_report
 from ..models.adapters import Reference
+from ..models.reference import MovingReference
 from .decoders import sampler_for
 from .environments import played, with_environment
 from .entries import from_entries, has_entries
@@ -41,7 +42,7 @@ from ..rollout.workers import Drawn, Workers
 from ..run.callbacks import BudgetStop, Callback
 from ..run.checkpoint import split_state
 from ..run.control import Control, setting
-from ..run.engine import Engine
+from ..run.engine import Engine, answers_only, placed
 from ..scoring.check import self_check
 from ..data.worlds import Row
 from .method import TextMethod, frozen_parts
@@ -72,8 +73,10 @@ def rollout_metrics(r: Rollout, kl_coef: float) -> dict[str, float]:
     """
     old, mask, scores = r.need("old_logps"), r.completion_mask, r.need("scores")
     lens = mask.sum(1).float()  # tokens that were drawn
+    longer, better = (x - x.mean() for x in (lens, scores.float()))
     found = {
         "objective/scores": scores.mean(), "objective/scores_std": scores.std(correction=0),
+        "objective/scores_length_corr": longer @ better / (longer.norm() * better.norm()).clamp_min(1e-3),
         "objective/entropy": torch.where(mask, -old, 0.0).sum(1).mean(),
         "completions/mean_length": lens.mean(), "completions/min_length": lens.min(),
         "completions/max_length": lens.max(),
@@ -332,12 +335,17 @@ class OnlineMethod(TextMethod):
         stale = self.ticket is not None and self.ticket.version < self.ticket.number
         older = stale and cfg.old_logps == "auto" and not (again or self.imitates)  # the clip bounds this step only
         begun = time.monotonic()
+        if self.reference is not None and not (stale and self.rollouts.workers is None):  # else it was asked when drawn
+            self.reference.begin(r, **self.asked_how())
         r.old_logps, r.values = self.old_logps_and_values(r, again or older)
         self._older = older * (time.monotonic() - begun)
         if self.reference is not None:
-            temperature, budget = cfg.sampling.temperature, cfg.token_budget
-            r.ref_logps = self.reference.logps(r, temperature=temperature, token_budget=budget)
+            r.ref_logps = self.reference.logps(r, **self.asked_how())
         return r
+
+    def asked_how(self) -> dict[str, Any]:
+        """With which settings the reference is asked."""
+        return {"temperature": self.config.sampling.temperature, "token_budget": self.config.token_budget}
 
     @cached_property
     def rollouts(self) -> Rollouts:
@@ -404,6 +412,8 @@ class OnlineMethod(TextMethod):
         workers, seed = self.rollouts.workers, self.seed_of(again)
         if workers is None:
             drawing = future_of(Drawn(self.answers(prompts, number, seed=seed)))
+            if self.reference is not None and step < number:
+                self.reference.begin(drawing.result().rollout, **self.asked_how())
         else:
             prompts.before = self.engine.repeats(prompts.uid)
             workers.publish(step)
@@ -794,8 +804,10 @@ class OnlineTrainer(TextTrainer[_O]):
         rewards = as_rewards(parts.pop("reward"), config, parts.pop("logged"), parts.get("environment"))
         reference = parts.pop("reference")
         priced = isinstance(config, KLPrice) and config.kl_coef > 0
-        if reference is None and (priced or self.method_class.keeps_reference):
-            reference = Reference(model)
+        keeps = reference is not None or priced or self.method_class.keeps_reference
+        if keeps and not isinstance(reference, MovingReference):
+            given = reference
+            reference = placed("reference", lambda: given or Reference(model, copy_model=not answers_only()))
         return self.method_class(model, tokenizer, rewards, config, reference, **parts)
 
     def prompts(self, n: int | None = None) -> PromptBatch:
