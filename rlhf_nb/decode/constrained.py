@@ -183,8 +183,8 @@ def _drawn(model: Any, writing: _Writing, request: Request) -> tuple[Rollout, di
     """Answers of what is left of the policy, and their KL to it, computed token by token."""
     choose, nats = request.choose(model), list[Tensor]()
 
-    def left(said: list[Callable[[], Tensor]]) -> Tensor:
-        own = said[0]()
+    def left(forwards: list[Callable[[], Tensor]]) -> Tensor:
+        own = forwards[0]()
         moved = writing.masked(own)
         nats.append(_nats(choose, own, moved, len(nats)))
         return moved

@@ -78,9 +78,9 @@ def self_bleu(texts: Sequence[str], n: int = 4, most: int = 500, seed: int = 0) 
         for i, c in enumerate(counts):
             total = sum(c.values())
             if total:
-                found = sum(min(k, best[g][2] if best[g][1] == i else best[g][0]) for g, k in c.items())
+                matches = sum(min(k, best[g][2] if best[g][1] == i else best[g][0]) for g, k in c.items())
                 add = float(size > 1)
-                logs[i] += math.log(max((found + add) / (total + add), 1e-9))
+                logs[i] += math.log(max((matches + add) / (total + add), 1e-9))
                 parts[i] += 1
     lengths = np.array([len(_grams(t, 1)) for t in texts])
     scores = []

@@ -67,7 +67,7 @@ def simulate(
     """
     if taste not in TASTES:
         raise ConfigError(f"taste {taste!r} is unknown: {', '.join(TASTES)}.")
-    rng, said = random.Random(derive_seed("feedback", seed)), list[tuple[str, Feedback]]()
+    rng, feedback = random.Random(derive_seed("feedback", seed)), list[tuple[str, Feedback]]()
     for pair in pairs:
         honest_ones = rng.sample(range(users), min(judged, users))
         hostile = [rng.random() < poison for _ in range(judged)]
@@ -80,5 +80,5 @@ def simulate(
             if rng.random() < thumbs:  # a thumb for the first answer, as if the second were what one expects
                 kind, value, n = "rating", "up" if first else "down", 1
             answers = (pair.first, pair.second)[:n]
-            said.append((who, Feedback(kind, value, pair.prompt, answers, versions[:n], consent=True, model="pip")))
-    return said
+            feedback.append((who, Feedback(kind, value, pair.prompt, answers, versions[:n], consent=True, model="pip")))
+    return feedback
