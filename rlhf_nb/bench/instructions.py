@@ -86,8 +86,8 @@ def _postscript(text: str) -> bool:
 
 
 def _one_of(text: str, options: Sequence[str]) -> bool:
-    said = text.strip().strip("\"'`*.!").casefold()
-    return said in [o.casefold() for o in options]
+    answer = text.strip().strip("\"'`*.!").casefold()
+    return answer in [o.casefold() for o in options]
 
 
 def _table(text: str) -> bool:

@@ -258,14 +258,12 @@ def too_dear(price: Price, max_kl: float, max_lost: float | None = None) -> list
         max_kl: nats a token.
         max_lost: of any reward, in its own units; None: any.
     """
-    reasons = []
+    why = []
     if not price.kl <= max_kl:
-        reasons.append(
+        why.append(
             f"its KL from the model is {price.kl:.2g} nats a token ({price.measured_on}), above --max-kl={max_kl:g}"
         )
     for name, r in price.rewards.items():
         if max_lost is not None and not r.lost <= max_lost:
-            reasons.append(
-                f"it loses {r.lost:.3g} of {name} ({r.full:.3g} → {r.copy:.3g}), above --max-lost={max_lost:g}"
-            )
-    return reasons
+            why.append(f"it loses {r.lost:.3g} of {name} ({r.full:.3g} → {r.copy:.3g}), above --max-lost={max_lost:g}")
+    return why
