@@ -145,9 +145,6 @@ class DataConfig(StrictConfig):
         {}, "old name: new name, for columns that are called something else; null drops one"
     )
     shape: str | None = option(None, "alpaca, sharegpt, ..., where columns can be read in two ways; null: they tell")
-    attributes: dict[str, float] | None = option(
-        None, "HelpSteer2: attribute: weight in the score; null: the published weights"
-    )
     streaming: bool = option(False, "read rows as they are needed, never the whole set")
     shuffle_buffer: int = option(1000, "rows held for shuffling while streaming", ge=1)
 
@@ -258,9 +255,7 @@ class SamplingConfig(StrictConfig):
     top_k: int = option(0, "keep the k likeliest tokens; 0: off", ge=0)
     top_p: float = option(1.0, "keep the likeliest tokens of this total mass; 1: off", gt=0, le=1)
     min_p: float = option(0.0, "drop tokens below this fraction of the likeliest; 0: off", ge=0, lt=1)
-    sampler: Literal["auto", "ours", "generate", "continuous"] = option(
-        "auto", "who draws: our decoder, or transformers' generate or continuous batching"
-    )
+    sampler: Literal["auto", "ours", "generate"] = option("auto", "who draws: our decoder, or transformers' generate")
 
     @model_validator(mode="after")
     def _room(self) -> SamplingConfig:

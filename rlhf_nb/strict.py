@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 
 from .aliases import BATCHES, CONVERTED, elsewhere, of_others, said_back, translate, trl_words
 from .errors import ConfigError, check_choice, suggest
-from .files import FileRefused, read_regular
+from .files import FileRefused, read_regular, write_whole
 from .untrusted import FLOAT, MAX_CONFIG, Unreadable, dump_yaml, json_value, parse_yaml
 
 # %% auto #0
@@ -323,11 +323,13 @@ def _expected(place: _Place) -> str:
     return say_kind(place.kind, " " + " and ".join(found) if found else "")
 
 # %% ../nbs/strict.ipynb #8c3c5ca8
-def _remedy(value: Any, kind: Any) -> str:
+def _remedy(key: str, value: Any, kind: Any) -> str:
     """What to write instead, where that can be guessed."""
     options = _options(kind)
     choices = [a for o in options if get_origin(o) is Literal for a in get_args(o) if isinstance(a, str)]
     if isinstance(value, str):
+        if gone := trl_words("gone").get(f"{key} {value}"):
+            return f" In earlier versions that was {gone['was']}."
         near = suggest(value, choices)
         if near:
             return f" Did you mean {near!r}?"
@@ -356,10 +358,8 @@ def _sentence(root: type[BaseModel], data: Any, error: Any, place: _Place) -> st
         return f"{where}got {len(value):,} entries, expected at {word} {error['ctx'][key]:,}."
     if error["type"] == "missing" and value is None:
         return f"{where}is required; expected {_expected(place)}."
-    return (
-        f"{where or root.__name__ + ': '}got {say_value(value)}, expected "
-        f"{_expected(place)}.{_remedy(value, place.kind)}"
-    )
+    remedy = _remedy(str(place).rpartition(".")[2], value, place.kind)
+    return f"{where or root.__name__ + ': '}got {say_value(value)}, expected {_expected(place)}.{remedy}"
 
 
 _SHOWN = 40  # settings that are explained one by one; a file of rubbish may hold thousands
@@ -529,8 +529,7 @@ class StrictConfig(BaseModel):
             path: .yaml, .yml or .json; its folder is made if need be.
         """
         path = _known_suffix(Path(path))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(self.to_json() if path.suffix == ".json" else self.to_yaml(), encoding="utf-8")
+        write_whole(path, self.to_json() if path.suffix == ".json" else self.to_yaml())
         return path
 
     @classmethod

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from rlhf_nb.config import SamplingConfig
 from rlhf_nb.core import ConfigError, RewardError
 from rlhf_nb.data import toy
 from rlhf_nb.losses.group import truncated_weights
-from rlhf_nb.rollout.backends import OurSampler, TransformersContinuous, make_sampler
+from rlhf_nb.rollout.backends import OurSampler
 from rlhf_nb.run.callbacks import where_time_goes
 from rlhf_nb.train.grpo import GRPOConfig, GRPOTrainer
 from rlhf_nb.train.online_dpo import OnlineDPOTrainer
@@ -90,27 +89,6 @@ def test_a_step_says_where_its_time_went(kind: str, tmp_path: Path) -> None:
     assert where_time_goes({"loss": 1.0}) == ""
 
 
-PAGED = "page_size" in inspect.signature(transformers.ContinuousBatchingConfig).parameters
-paged = pytest.mark.skipif(not PAGED, reason="this transformers' continuous batching had other settings")
-
-
-@pytest.mark.skipif(PAGED, reason="this transformers' continuous batching is the one that was tested")
-def test_an_older_continuous_batching_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="use sampler=auto"):
-        trainer("grpo", tmp_path, sampling={"max_new_tokens": 8, "sampler": "continuous"}).fit()
-
-
-@paged
-@pytest.mark.parametrize("kind", list(KINDS))
-def test_continuous_batching_of_transformers_trains(kind: str, tmp_path: Path) -> None:
-    run = trainer(kind, tmp_path / "run", sampling={"max_new_tokens": 8, "sampler": "continuous"})
-    assert isinstance(run.method.sampler, TransformersContinuous)
-    event = run.fit()[-1]
-    assert event["sampling/logp_difference_max"] < 1e-3, "fp32 on both sides: only rounding"
-    assert abs(event["sampling/importance_mean"] - 1) < 1e-3 and math.isfinite(event["loss"])
-    assert "perf/slots_in_use" not in event and 0 < event["perf/generate_share"] < 1
-
-
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_difference_is_logged_and_corrected(kind: str, tmp_path: Path) -> None:
     run = trainer(kind, tmp_path / "run", **({"whiten_advantages": False} if kind == "ppo" else {}))
@@ -170,28 +148,25 @@ def test_whoever_is_compared_with_comes_from_the_same_sampler(kind: str, tmp_pat
     assert spy.asked == expected[kind]
 
 
-@paged
 @pytest.mark.parametrize("kind", list(OPPONENTS))
 def test_opponents_with_another_sampler(kind: str, tmp_path: Path) -> None:
-    run = trainer(kind, tmp_path / "run", sampling={"max_new_tokens": 8, "sampler": "continuous"})
-    event = run.fit()[-1]
-    assert event["sampling/logp_difference_max"] < 1e-3 and math.isfinite(event["loss"])
     silent = trainer(kind, tmp_path / "silent")
     silent.method.sampler = Elsewhere(tells=False)
     assert math.isfinite(silent.fit()[-1]["loss"])
 
 
-@pytest.mark.parametrize("sampler", ["ours", "generate", pytest.param("continuous", marks=paged)])
+@pytest.mark.parametrize("sampler", ["ours", "generate"])
 def test_evaluation_asks_the_sampler_of_the_settings(sampler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from rlhf_nb.evaluate import policy
 
     asked = []
 
-    def make(sampling: SamplingConfig, batch_size: int | None = None) -> Any:
-        asked.append((sampling.sampler, batch_size))
-        return make_sampler(sampling, batch_size)
+    class Asked(OurSampler):
+        def answer(self, model: Any, request: Any) -> Rollout:
+            asked.append((request.sampling.sampler, self.batch_size))
+            return super().answer(model, request)
 
-    monkeypatch.setattr(policy, "make_sampler", make)
+    monkeypatch.setattr(policy, "OurSampler", Asked)
     model, texts = toy.build_model(0, "tiny"), [r["prompt"] for r in toy.test_prompts(6, 0)]
     prompts = PromptBatch.from_lists([tok(t)["input_ids"] for t in texts], prompts=texts)
     how = SamplingConfig(max_new_tokens=8, sampler=sampler, top_k=5)

@@ -57,10 +57,12 @@ DEFINED = {
         "courtesy",
         "SFT",
         "PPO",
+        "token",
+        "drift",
     ],
-    2: ["token", "chain rule", "entropy", "perplexity", "logits"],
+    2: ["chain rule", "entropy", "perplexity", "logits"],
     4: ["sigmoid", "calibration"],
-    6: ["log-ratio"],
+    6: ["log-ratio", "temperature"],
     3: ["bootstrap"],
     7: ["baseline", "log-derivative trick", "advantage", "REINFORCE", "RLOO"],
     8: ["rollout", "λ-return", "tool", "whitened"],
@@ -145,13 +147,12 @@ def test_terms_are_defined_before_they_are_used() -> None:
     for path in LESSONS:
         n, text = int(path.stem[-2:]), prose(path)
         for term, home in ((term, home) for home, terms in DEFINED.items() for term in terms):
-            used = re.search(rf"\b{re.escape(term)}\b", text)
+            used = re.search(rf"\b{re.escape(term)}s?\b", text)
             if used and home > n:
                 late.append(f"lesson {n} uses {term!r}, which lesson {home} defines")
-            if home == n and not re.search(
-                rf"\*{{1,2}}{re.escape(term)}s?\*{{1,2}}|{re.escape(term)}\W+(is|are)\b", text
-            ):
-                late.append(f"lesson {n} should define {term!r}")
+            known = re.search(rf"\*{{1,2}}{re.escape(term)}s?\*{{1,2}}|{re.escape(term)}\W+(is|are)\b", text)
+            if home == n and (known is None or used is None or used.start() < known.start() - 2):
+                late.append(f"lesson {n} should define {term!r} where it uses it first")
     assert not late, "\n".join(late)
 
 
@@ -161,6 +162,8 @@ HELD: dict[str, Callable[[], bool]] = {  # numbers of the prose that no cell of 
     "200": lambda: 150 < len(toy.build_tokenizer()) < 250,
     "2.5": lambda: toy.gold_reward([OWLS] * 2, [" You can find owls in the forest. Enjoy the park!", ""]) == [2.5, -0.5],
     "2.7": lambda: round(math.e, 1) == 2.7,
+    "0.67": lambda: round(-sum(p * math.log(p) for p in (0.6, 0.4)), 2) == 0.67 and round(math.exp(0.67)) == 2,
+    "0.88": lambda: [round(1 / (1 + math.exp(-x)), 2) for x in (2, -2)] == [0.88, 0.12],
     "3.182": lambda: abs(t_share(3.182, 3) - 0.95) < 1e-4,
     "2.201": lambda: abs(t_share(2.201, 11) - 0.95) < 1e-4,
     "95": lambda: abs(math.erf(1.96 / math.sqrt(2)) - 0.95) < 1e-3,
@@ -172,11 +175,11 @@ OWLS = "Visitor: Where do owls live?\nPip:"
 
 
 def test_numbers_of_the_prose_are_held() -> None:
-    """Each decimal, percentage or number of three digits stands in the lesson's cells or what they printed, or is held here."""
+    """Each decimal, percentage or number of three digits stands in the lesson's code, which asserts, or is held here; that it was printed once is not enough."""
     loose = []
     for path in LESSONS + LABS:
         ran = [c for c in cells(path) if c["cell_type"] == "code"]
-        shown = " ".join(c["source"] + json.dumps(c["outputs"], ensure_ascii=False) for c in ran).replace("_", "")
+        shown = " ".join(c["source"] for c in ran).replace("_", "")  # its asserts, and what it is computed from
         text = re.sub(r"`[^`]*`|\$[^$\n]*\$|arXiv [\d.]+|\(\d{4}\)|## Two papers.*", "", prose(path))
         for number in re.findall(r"(?<![\w.,])\d+\.\d+|(?<![\w.,])\d[\d,]{2,}\b|(?<![\w.,])\d+(?= %)", text):
             number = number.replace(",", "")

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from crowd import simulate
 from typer.testing import CliRunner
 
 from rlhf_nb.cli.main import app
 from rlhf_nb.core import ConfigError, RunError
 from rlhf_nb.data import toy
-from rlhf_nb.feedback.people import simulate
 from rlhf_nb.feedback.store import Feedback, FeedbackStore
 from rlhf_nb.feedback.versions import Versions, promote_version
 from rlhf_nb.models.load import save_model

@@ -464,10 +464,6 @@ def test_half_a_version_does_not_count() -> None:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rollouts": {"workers": -1}}, "rollouts.workers"),
-    (
-        {"rollouts": {"workers": 2}, "sampling": {"sampler": "continuous"}},
-        "rollouts.workers is 2, but sampling.sampler=continuous",
-    ),
     ({"rollouts": {"workers": 2}, "decoder": {"kind": "best_of_n", "n": 2}}, "rollouts.workers is 2, but decoder"),
 ]
 

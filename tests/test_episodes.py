@@ -772,7 +772,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no room": ({"environment": Chat, "episodes": {"max_tokens": 2}}, "has room for 2"),
     "an object": ({"environment": Chat()}, "give the class"),
     "unknown name": ({"environment": None, "episodes": {"environment": "calculater"}}, "Did you mean 'calculator'"),
-    "several": ({"environment": Chat, "sampling": {"sampler": "continuous"}}, "several: leave one of them out"),
     "a decoder": ({"environment": Chat, "decoder": {"stop": "json"}}, "Use decoder=plain"),
 }  # fmt: skip
 
@@ -786,6 +785,11 @@ def test_bad_input_is_refused_before_the_first_step(what: str, tmp_path: Path) -
             trainer("grpo", tmp_path / "run", **given)
     assert words in str(error.value) and "\n" not in str(error.value)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_decoder_and_an_environment_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="several: leave one of them out"):
+        trainer("raft", tmp_path / "run", environment=Chat, decoder={"kind": "best_of_n"})
 
 
 def test_templates_are_refused_before_the_first_step(tmp_path: Path) -> None:
@@ -831,6 +835,8 @@ def test_an_environment_by_its_name_on_a_command_line(tmp_path: Path) -> None:
     call("grpo", *words, "episodes.environment=toy")
     events = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8")
     assert "rollout/turns" in events and "rewards/environment" in events
+    others = [w for w in words if "questions" not in w]  # an environment whose first words are its own
+    call("grpo", *others, "--overwrite", "episodes.environment=test_episodes:Chat")
     said = call("grpo", *words, "--overwrite", "episodes.environment=toi", code=1)
     assert "Did you mean 'toy'?" in " ".join(said.split())
     said = call("grpo", *words, "--overwrite", "episodes.environment=mine.py:Echo", code=1)

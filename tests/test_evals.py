@@ -19,7 +19,6 @@ import yaml
 from typer.testing import CliRunner
 
 from rlhf_nb.bench.evals import EvalConfig, evaluate_suite
-from rlhf_nb.bench.instructions import INSTRUCTION_CHECKS, followed
 from rlhf_nb.bench.results import Results
 from rlhf_nb.bench.suites import load_suite, model_asker, run_rows, suites
 from rlhf_nb.cli.main import app
@@ -32,7 +31,7 @@ from rlhf_nb.models.load import save_model
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 REAL = Path(os.environ.get("REAL_MODEL", Path.home() / ".cache/rlhf_nb/smollm2-135m-instruct"))
-OWN = ("attacks", "facts", "instructions", "over-refusal", "sums", "sycophancy")
+OWN = ("attacks", "facts", "over-refusal", "sums", "sycophancy")
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +70,7 @@ def test_every_suite_in_the_box_runs(name: str, loaded: Any, tmp_path: Path) -> 
 
 
 def test_suites_in_the_box_are_whole() -> None:
-    """Ids, prompts and rules; all 25 kinds of checks occur; answers that are right are scored as right."""
+    """Ids, prompts and rules; answers that are right are scored as right."""
     for name, path in suites().items():
         said = yaml.safe_load(path.read_text(encoding="utf-8"))
         assert said["name"] == name and said["about"] and (said.get("rows") or said.get("file")), name
@@ -79,10 +78,6 @@ def test_suites_in_the_box_are_whole() -> None:
             suite = load_suite(name)
             prompts = [json.dumps(r["turns"]) for r in suite.rows]
             assert len(set(prompts)) == len(prompts) >= 20, name
-    rows = load_suite("instructions").rows
-    assert {c["kind"] for r in rows for c in r["checks"]} == set(INSTRUCTION_CHECKS)
-    for row in rows:
-        followed("any answer", row["checks"])  # settings are right
     for row in load_suite("sums").rows:
         numbers = list(map(int, re.findall(r"\d+", row["prompt"])))
         kind, wanted = row["kind"], int(row["answer"])
@@ -213,7 +208,7 @@ def test_capabilities_are_held_against_a_frozen_baseline(model: Path, loaded: An
         ("{verify: exat}", ROWS, ConfigError, "Did you mean 'exact'"),
         ("{judge: true}", ROWS, ConfigError, "judge.model="),
         ("{flip: true}", ROWS, DataError, "two turns"),
-        ("{checks: true}", ROWS, DataError, "needs the column 'checks'"),
+        ("{checks: true}", ROWS, ConfigError, "In earlier versions that was a rule for instructions"),
         ("{verify: number, answer: solution}", ROWS, Exception, "solution"),
     ],
 )
@@ -287,7 +282,6 @@ SCORED: dict[str, dict[str, Any]] = {  # what each rule is tried on; a digest of
     "length": {"rule": {"verify": "length", "target": 3, "width": 2, "unit": "words"}, "row": {}},
     "token ids": {"rule": {"verify": "length", "target": 3, "width": 2}, "row": {}},
     "code": {"rule": {"verify": "code"}, "row": {"tests": ["assert f(1) == 2"]}},
-    "checks": {"rule": {"checks": True}, "row": {"checks": [{"kind": "words", "at_most": 3}, {"kind": "lowercase"}]}},
     "refusal": {"rule": {"refusal": True}, "row": {"should": "answer"}},
     "flip": {"rule": {"flip": True}, "row": {"answer": "B"}},
 }

@@ -110,10 +110,11 @@ def test_presidio_finds_and_replaces(tmp_path: Path) -> None:
 
 def test_a_run_says_which_file_it_read(tmp_path: Path) -> None:
     """A model that was trained on an export is found by the file's contents, after the file was moved."""
+    from crowd import simulate
+
     from rlhf_nb.data import toy
     from rlhf_nb.feedback.annotators import aggregate
     from rlhf_nb.feedback.governance import export_rows, models_that_saw
-    from rlhf_nb.feedback.people import simulate
     from rlhf_nb.train.dpo import DPOConfig
     from rlhf_nb.train.stage import run_stage
     from rlhf_nb.widgets.labels import make_pairs
@@ -149,9 +150,10 @@ SHARES += [pytest.param(n, 3, s, marks=pytest.mark.slow) for n in (1, 3, 20, 10*
 @pytest.mark.parametrize(("names", "judged", "seed"), SHARES)
 def test_new_names_of_one_address_are_one_opinion(names: int, judged: int, seed: int) -> None:
     """A fifth of the votes is hostile, under so many names; counting heads must be beaten by ten points."""
+    from crowd import simulate
+
     from rlhf_nb.data import toy
     from rlhf_nb.feedback.annotators import aggregate
-    from rlhf_nb.feedback.people import simulate
     from rlhf_nb.widgets.labels import make_pairs
 
     prompts = [row["prompt"] for row in toy.train_prompts(500, seed=3)]

@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 from rlhf_nb.cli import main as cli
 from rlhf_nb.core import CheckpointError, ConfigError, DataError, ModelError, RewardError, RunError, printable
+from rlhf_nb.learn.checks import grade
 from rlhf_nb.pipeline import results
 from rlhf_nb.pipeline.doctor import Finding, findings_table
 from rlhf_nb.rollout import sampler
@@ -32,7 +33,7 @@ from rlhf_nb.widgets.labels import LabelStore, Pair, tally
 from rlhf_nb.widgets.reader import open_runs
 from rlhf_nb.widgets.report import metrics_text, report, screen, watch
 from rlhf_nb.widgets.runs import Runs
-from rlhf_nb.widgets.samples import Samples
+from rlhf_nb.widgets.samples import Samples, tokens_html
 from rlhf_nb.widgets.touch import inert_json
 
 RUN = "window.hit=(window.hit||0)+1"
@@ -82,8 +83,10 @@ def filled(folder: Path, words: list[str]) -> Path:
             {"step": i, "type": "save", "path": w},
             {"step": i, "type": "resume", "path": w, "changed": [w]},
         ]
-        ask: Any = w if i % 2 else [{"role": w, "content": w}]
+        call = {"type": w, "function": {"name": w, "arguments": {w: w}}}
+        ask: Any = w if i % 2 else [{"role": w, "content": w, "name": w, "tool_calls": [call]}, {"role": "tool", w: w}]
         common = {
+            **({} if i % 3 else {"drawn": [[0, 1]], "ended": w, "turns": w, "tools": [call]}),
             "type": "sample",
             "prompt": ask,
             "completion": w,
@@ -120,7 +123,7 @@ def page(folder: Path, words: list[str]) -> str:
         made += [runs._repr_html_(), *(runs.compare("run", "short", by=x)._repr_html_() for x in by)]
     made += [runs._repr_html_(), runs.compare("run", "short")._repr_html_().partition(">")[2]]
     shown = Samples(run)
-    made += [shown.table(), *(shown.detail(row) for row in shown.rows)]
+    made += [shown.table(), *(shown.detail(row) + tokens_html(row, buttons=True) for row in shown.rows)]
     store = LabelStore(folder / "labels.jsonl", words[4])
     pairs = [Pair(w if i % 2 else [{"role": w, "content": w}], w, w + "!", (w, w + "?")) for i, w in enumerate(words)]
     for pair, w in zip(pairs[1:], words[1:]):
@@ -322,7 +325,14 @@ def sinks() -> dict[str, Callable[[Path, list[str], pytest.MonkeyPatch], str]]:
     def scraped(folder: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
         return metrics_text({w: filled(folder / str(i), words) for i, w in enumerate(words[24:29])})
 
-    found = (seen, answers, panel, findings, progress, errors, command, notes, board, scraped)
+    def graded(folder: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
+        for i, w in enumerate(w for w in words if "/" not in w):
+            (folder / f"{i}{w}.json").write_text(json.dumps({"student": w, "answers": {w: w}}) if i % 2 else w)
+        done = CliRunner().invoke(cli.app, ["learn", "grade", str(folder)])
+        assert done.exit_code == 0, done.output
+        return done.output + grade(folder).read_text(encoding="utf-8")
+
+    found = (seen, answers, panel, findings, progress, errors, command, notes, board, scraped, graded)
     return {f.__name__: f for f in found}
 
 

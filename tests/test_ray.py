@@ -106,6 +106,34 @@ def test_actors_draw_the_bits_of_one_process(tmp_path: Path) -> None:
     assert place.folder and not Path(place.folder).exists() and os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
 
 
+def test_a_clusters_node_is_killed(tmp_path: Path) -> None:
+    """Three nodes of one core each; one of those that draw is lost with all its processes, and the free one takes over."""
+    from ray.cluster_utils import Cluster
+
+    straight = make("grpo", tmp_path / "a", 2, rollouts={"lag": 2}, steps=8)
+    straight.fit()
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
+    how = {"lag": 2, "workers": 2, "ray": cluster.address}
+    t = make("grpo", tmp_path / "b", 2, rollouts=how, steps=8)
+    t.method.sampler, killed = Slow(), list[Any]()
+
+    def kill(step: int) -> None:
+        pids = {w.pid for w in t.method.rollouts.workers.crew.workers.values()}
+        for node in nodes:
+            raylet = node.all_processes["raylet"][0].process.pid
+            if step >= 2 and not killed and pids & {*family(raylet)}:
+                killed.append(node)
+                cluster.remove_node(node, allow_graceful=False)
+
+    t.method.finish_step = kill
+    try:
+        t.fit()
+    finally:
+        cluster.shutdown()
+    assert weights(t) == weights(straight) and killed and 1 <= t.method.rollouts.workers.deaths <= 2
+
+
 @pytest.mark.parametrize("prompts", [8, 1])
 def test_five_kills_in_a_row(prompts: int, tmp_path: Path) -> None:
     over = {"steps": 2, "rollout_batch_size": 4 * prompts, "mini_batch_size": 4 * prompts}

@@ -14,7 +14,6 @@ ROOT = Path(__file__).resolve().parent.parent
 DOORS = {
     "widgets.debugger": "docs/board.md: a reward model, asked about an answer word by word",
     "rollout.steps": "docs/rewards.md: labels for a process reward model, by rollouts",
-    "feedback.people": "the simulated users that the notebooks of feedback and its tests measure with",
 }
 
 

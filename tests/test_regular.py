@@ -34,12 +34,15 @@ from rlhf_nb.judges.constitution import load_constitution
 from rlhf_nb.judges.endpoint import AnswerCache
 from rlhf_nb.learn.checks import grade
 from rlhf_nb.pipeline.fork import prepare_fork
+from rlhf_nb.pipeline.stages import PipelineConfig, RLHFPipeline
+from rlhf_nb.pipeline.sweep import _open
 from rlhf_nb.run.checkpoint import checkpoints_in, latest_complete, load_checkpoint, problem_of
 from rlhf_nb.run.lock import RunLock, holder_of
 from rlhf_nb.run.log import EventLog, RunDir, read_metrics
 from rlhf_nb.run.state import roll_back
 from rlhf_nb.scale.launch import Attempt, _note, _tail
 from rlhf_nb.scale.live import Live
+from rlhf_nb.train.sft import SFTConfig
 from rlhf_nb.train.stage import read_json
 from rlhf_nb.untrusted import Unreadable
 from rlhf_nb.widgets.dashboard import Dashboard
@@ -278,7 +281,22 @@ def of_settings(folder: Path) -> tuple[list[str], list[Callable[[], object]]]:
                    lambda: read_config_file(folder / "c.yaml"), lambda: load_constitution(folder / "c.yaml")]  # fmt: skip
 
 
-FOLDERS = (of_an_evaluation, of_a_launch, of_a_judge, of_users, of_a_course, of_pictures, of_settings)
+def of_a_sweep(folder: Path) -> tuple[list[str], list[Callable[[], object]]]:
+    base = SFTConfig.preset("toy")
+    _open(folder, base, False)
+    return ["base.yaml", "kind.json", "best.yaml"], [lambda: _open(folder, base, False), lambda: _open(folder, base, True),
+                                                     lambda: base.save(folder / "best.yaml")]  # fmt: skip
+
+
+def of_a_pipeline(folder: Path) -> tuple[list[str], list[Callable[[], object]]]:
+    whole = RLHFPipeline(PipelineConfig.preset("toy", output_dir=str(folder)))
+    whole.open_folder(resume=True)
+    (folder / "sft").mkdir()
+    return ["config.yaml", "sft/stage.json", "sft/config.yaml"], [lambda: whole.open_folder(resume=True), lambda: whole.open_folder(overwrite=True),
+                                                                  lambda: read_config_file(folder / "sft")]  # fmt: skip
+
+
+FOLDERS = (of_an_evaluation, of_a_launch, of_a_judge, of_users, of_a_course, of_pictures, of_settings, of_a_sweep, of_a_pipeline)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -344,7 +362,7 @@ MAY = {  # all that is opened past `files`, and why nobody else can have put som
                                                                             "models.heads", "rollout.vllm", "feedback.store", "feedback.versions"],
     "in a folder that check_model_folder has looked at": ["models.files", "data.foreign", "hub.card", "models.merge", "models.load", "models.shards"],
     "rows: only what is_file() calls one": ["data.readers"],
-    "named on the command line, by who types it": ["serve.gate", "strict"],
+    "named on the command line, by who types it": ["serve.gate"],
     "with O_NOFOLLOW, or as a new file": ["run.lock", "run.checkpoint", "scale.launch"],
 }  # fmt: skip
 FEW = {"__init__": 1, "run.lock": 3, "run.checkpoint": 5, "scale.launch": 2, "feedback.store": 2, "feedback.versions": 1, "hub.card": 1, "learn.checks": 1,

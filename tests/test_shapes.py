@@ -20,7 +20,7 @@ from rlhf_nb.core import DataError
 from rlhf_nb.data import toy
 from rlhf_nb.data.formats import DataWarning, to_format, to_rows
 from rlhf_nb.data.rows import in_kind, load_rows, stream_rows
-from rlhf_nb.data.shapes import ATTRIBUTES, SHAPES, DataNote, Reading, shape_table
+from rlhf_nb.data.shapes import SHAPES, DataNote, Reading, shape_table
 from rlhf_nb.data.sources import tokenize_preferences, tokenize_prompts, tokenize_sft
 from rlhf_nb.data.templates import train_bpe
 from rlhf_nb.pipeline.data_look import text_parts
@@ -49,15 +49,6 @@ def rated(good: str, bad: str) -> list[dict[str, Any]]:
     ]
 
 
-def steered() -> list[dict[str, Any]]:
-    both = [((q, a, (4, 4, 4, 2, 2)), (q, b, (1, 0, 3, 1, 1))) for q, a, b in zip(Q, A, B, strict=True)]
-    return [
-        {"prompt": q, "response": text, **dict(zip(ATTRIBUTES, marks, strict=True))}
-        for pair in both
-        for q, text, marks in pair
-    ]
-
-
 TIDE = {
     "type": "function",
     "function": {"name": "tide", "description": "of a day", "parameters": {"type": "object", "properties": {"day": {"type": "integer"}}}},
@@ -80,7 +71,6 @@ FILES: dict[str, list[dict[str, Any]]] = {
     "question_pairs": [{"question": q, "chosen": a, "rejected": b} for q, a, b in zip(Q, A, B, strict=True)],
     "orca": [{"system": "Be brief.", "question": q, "chosen": a, "rejected": b} for q, a, b in zip(Q, A, B, strict=True)],
     "ultrafeedback": [{"source": "x", "instruction": q, "completions": rated(a, b)} for q, a, b in zip(Q, A, B, strict=True)],
-    "helpsteer": steered(),
     "hh": [{"chosen": f"\n\nHuman: {q}\n\nAssistant: {a}", "rejected": f"\n\nHuman: {q}\n\nAssistant: {b}"} for q, a, b in zip(Q, A, B, strict=True)],
     "nectar": [
         {"prompt": f"\n\nHuman: {q}\n\nAssistant: ", "answers": [{"answer": b, "model": "m", "rank": 2.0}, {"answer": a, "model": "n", "rank": 1.0}], "turns": 1}
@@ -117,8 +107,6 @@ EXPECTED: list[tuple[str, str, Any]] = [
     ("orca", "sft", {"prompt": [{"role": "system", "content": "Be brief."}, *ASKED], "completion": [says(A[0])]}),
     ("ultrafeedback", "preference", {"prompt": ASKED, "chosen": [says(A[0])], "rejected": None, "margin": 2.5, "source": "x"}),
     ("ultrafeedback", "sft", {"prompt": ASKED, "completion": [says(A[0])], "source": "x"}),
-    ("helpsteer", "preference", {"prompt": ASKED, "chosen": [says(A[0])], "rejected": [says(B[0])], "margin": 5.75}),
-    ("helpsteer", "sft", {"prompt": ASKED, "completion": [says(A[0])]}),
     ("hh", "preference", {"prompt": ASKED, "chosen": [says(A[0])], "rejected": [says(B[0])]}),
     ("nectar", "preference", {"prompt": ASKED, "chosen": [says(A[0])], "rejected": [says(B[0])], "turns": 1}),
     ("nectar", "unpaired", {"prompt": ASKED, "completion": [says(A[0])], "label": True}),
@@ -235,11 +223,11 @@ def test_the_last_shapes(tmp_path: Path, name: str) -> None:
     assert code == 0 and methods[kind] in text, text
 
 
-# method that trains on the file of each shape; Magpie, Arena and HelpSteer among them
+# method that trains on the file of each shape; Magpie and Arena among them
 TRAINS = {
     **dict.fromkeys(("sharegpt", "alpaca", "prompt_response", "question_answer", "messages", "numina", "tulu_sft"), "sft"),
     **dict.fromkeys(("hermes", "xlam", "tools", "numina_cot", "text lines"), "sft"),
-    **dict.fromkeys(("question_pairs", "orca", "ultrafeedback", "helpsteer", "hh", "nectar", "openai_pairs", "arena", "tulu_pairs"), "preference"),
+    **dict.fromkeys(("question_pairs", "orca", "ultrafeedback", "hh", "nectar", "openai_pairs", "arena", "tulu_pairs"), "preference"),
     **dict.fromkeys(("kto", "thumbs", "question_thumbs", "alpaca_thumbs"), "unpaired"), **dict.fromkeys(("stepwise", "prm800k", "math_shepherd"), "stepwise"),
     "rlvr": "prompt",
 }  # fmt: skip
@@ -351,8 +339,8 @@ def test_lines_of_a_text(tmp_path: Path) -> None:
     assert load_rows(DataConfig(path=str(tmp_path / "book.txt")), "sft")[0] == [{"text": A[0]}, {"text": A[1]}]
 
 
-def test_all_seventeen_are_covered() -> None:
-    assert len(FILES) == 17 and set(FILES) == {n for n, _, _ in EXPECTED} | {"tools"}
+def test_all_sixteen_are_covered() -> None:
+    assert len(FILES) == 16 and set(FILES) == {n for n, _, _ in EXPECTED} | {"tools"}
 
 
 @pytest.mark.parametrize("name", [n for n in FILES if n not in ("stepwise", "tools")])
@@ -392,15 +380,6 @@ def test_answers_rated_alike_are_counted() -> None:
         assert len(list(to_rows([*FILES["ultrafeedback"], *alike], "preference"))) == 8
 
 
-def test_one_response_alone_is_refused() -> None:
-    rows = FILES["helpsteer"]
-    with pytest.raises(DataError, match="row 4: the prompt .* has one response only"):
-        list(to_rows([*rows[:4], rows[4], *rows[6:]], "preference"))
-    assert len(list(to_rows([*rows[:4], rows[4], *rows[6:]], "sft"))) == 8
-    (first, *_) = to_rows(rows, "preference", Reading(weights={"verbosity": -1.0}))
-    assert first["chosen"] == [says(B[0])] and first["margin"] == 1.0
-
-
 @pytest.mark.parametrize(
     ("row", "kind", "words"),
     [
@@ -416,7 +395,7 @@ def test_one_response_alone_is_refused() -> None:
         ({"query": "x", "reply": "y"}, "sft", "data.columns={query: prompt, reply: completion} reads them so"),
         ({"prompt": "x", "complete": "y"}, "sft", "Did you mean 'completion' by 'complete'? data.columns={complete: completion}"),
         ({"instruction": "x", "completions": [{"text": "a"}, {"text": "b"}]}, "preference", "but the format 'preference' needs chosen+rejected"),
-        ({**FILES["helpsteer"][0], "helpfulness": "much"}, "preference", "has one response only"),
+        ({"prompt": "x", "response": "y", "helpfulness": 4}, "preference", "or by ratings (docs/data.md)"),
         ({"instruction": ["x"], "output": "y"}, "sft", "row 0, instruction (prompt)[0] is str ("),
         ({"question": 7, "answer": "y"}, "sft", "prompt: int (7) is no text"),
     ],
@@ -497,10 +476,8 @@ def test_every_entry_of_the_table_is_tried_here() -> None:
 def test_the_table_in_the_documentation_is_the_table_in_the_code() -> None:
     text = (Path(__file__).resolve().parent.parent / "docs" / "data.md").read_text(encoding="utf-8")
     assert shape_table() in text
-    for word in ("data.columns=", "data.shape=", "data.attributes="):
+    for word in ("data.columns=", "data.shape="):
         assert word in text and word.removeprefix("data.").rstrip("=") in DataConfig.model_fields
-    for name, weight in ATTRIBUTES.items():
-        assert f"{name} {weight}".replace("-", "−") in text
 
 
 def look(*words: str) -> tuple[int, str]:

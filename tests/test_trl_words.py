@@ -29,6 +29,7 @@ from rlhf_nb import (
     SFTTrainer,
 )
 from rlhf_nb.aliases import BATCHES, CONVERTED, TrlNote, trl_words
+from rlhf_nb.config import SamplingConfig
 from rlhf_nb.core import ConfigError, DataError, ModelError, RlhfError
 from rlhf_nb.data import toy
 from rlhf_nb.data.convert import to_unpaired
@@ -398,6 +399,12 @@ def test_an_option_or_kind_of_an_earlier_version() -> None:
             for given in ({"kind": said}, f"{said}:4"):
                 with pytest.raises(ConfigError, match=re.escape(row["was"])):
                     GRPOConfig(decoder=given)
+            continue
+        if of == "sampler":
+            with pytest.raises(ConfigError, match=re.escape(row["was"])):
+                GRPOConfig(sampling={of: said})
+            with pytest.raises(ConfigError, match=re.escape(row["was"])):
+                SamplingConfig(sampler=said)
             continue
         typed = [of, "a", "--method", said, "-o", "x"] if said[0] != "-" else [of, "a", said, "x"]
         told = " ".join(call(*typed, code=2 if said[0] == "-" else 1).replace("│", " ").split())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import stat
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,14 +13,18 @@ from typing import Any
 
 import pytest
 from test_tickets import make
+from transformers import AutoTokenizer
 
 from rlhf_nb.core import ConfigError, RewardError
 from rlhf_nb.data import toy
+from rlhf_nb.models.load import load_model
 from rlhf_nb.rollout.episodes import Step
+from rlhf_nb.rollout.vllm import _ENV
 from rlhf_nb.train.grpo import GRPOConfig, GRPOTrainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:rollouts.lag is:UserWarning")
 REAL = os.environ.get("RLHF_NB_VLLM", "")
+SMALL = Path.home() / ".cache/rlhf_nb/smollm2-135m-instruct"
 
 STAND_IN = """
 import os, sys
@@ -172,6 +177,46 @@ def test_the_real_one(tmp_path: Path) -> None:
     parts: dict[str, Any] = {"rows": toy.train_prompts(16), "reward": toy.gold_reward}
     events = GRPOTrainer(config, LlamaForCausalLM(own), tok, **parts).fit()
     assert all(e["rollout/engine_difference"] < 1e-3 for e in events) and len(events) == 4
+
+
+ALONE = """
+import sys, vllm
+llm = vllm.LLM(model=sys.argv[1], skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=256, max_num_seqs=16)
+how = vllm.SamplingParams(max_tokens=16, logprobs=0, detokenize=False, ignore_eos=True)
+llm.generate([{"prompt_token_ids": [5] * 24}] * 8, how, use_tqdm=False)
+print("kB", open("/proc/self/status").read().partition("VmRSS:")[2].split()[0])
+"""
+
+
+@pytest.mark.skipif(not (REAL and SMALL.is_dir()), reason="no Python with vLLM, or no SmolLM2")
+@pytest.mark.slow
+def test_twenty_updates_of_a_real_model(tmp_path: Path) -> None:
+    """After each its log-probs are the policy's, and it takes the memory that vLLM takes alone."""
+    said = subprocess.run(
+        [REAL, "-c", ALONE, str(SMALL)], env=os.environ | _ENV | {"PYTHONPATH": ""}, capture_output=True, text=True
+    )
+    alone = int(said.stdout.split("kB")[1])
+    how = {"vllm": REAL, "vllm_options": {"max_model_len": 256, "max_num_seqs": 16}}
+    plain: dict[str, Any] = {"num_generations": 4, "rollout_batch_size": 8, "mini_batch_size": 8, "steps": 20}
+    config = GRPOConfig.preset(
+        "toy", output_dir=str(tmp_path / "run"), console=False, rollouts=how, epochs=None, save_every=None, resample=0,
+        sampling={"max_new_tokens": 16}, optimizer={"lr": 1e-4}, **plain,
+    )  # fmt: skip
+    rows = [{"prompt": f"What is {a}+{a + 3}?"} for a in range(2, 40)]
+    reward = lambda prompts, completions, **columns: [float(len(x)) for x in completions]
+    t = GRPOTrainer(config, load_model(str(SMALL))[0], AutoTokenizer.from_pretrained(SMALL), rows=rows, reward=reward)
+    took = list[int]()
+
+    def look(step: int) -> None:
+        (worker,) = t.method.rollouts.workers.crew.workers.values()
+        (pid,) = children(worker.pid)
+        took.append(int(Path(f"/proc/{pid}/status").read_text().partition("VmRSS:")[2].split()[0]))
+
+    t.method.finish_step = look
+    events = t.fit()
+    worst = max(e["rollout/engine_difference"] for e in events)
+    print(f"vLLM alone {alone >> 10} MiB, behind a run {took[0] >> 10} to {max(took) >> 10}; difference {worst:.2g}")
+    assert len(events) == 20 and worst <= 1e-3 and max(took) <= 1.05 * alone
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

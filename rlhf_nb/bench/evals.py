@@ -18,6 +18,7 @@ from .talk import Manner, _load, manner_of
 from ..decode.decoder import DecodeCost
 from ..decode.named import KINDS, DecoderConfig
 from ..train.decoders import decoder_reward, load_decoder
+from ..aliases import elsewhere
 from ..config import DataConfig, ModelConfig, PathText, PrecisionName, StrictConfig, option, read_config_file
 from ..core import ConfigError, DataError, decide_precision, did_you_mean
 from ..data.formats import prompt_text
@@ -25,8 +26,8 @@ from ..data.templates import as_chat, encode_continuations, encode_prompts
 from ..evaluate.metrics import cluster_prompts, embed
 from .results import Results, results_of
 from rlhf_nb.bench.suites import (
-    RULES, AskModel, ModelAnswers, ScoringRule, Scores, Suite, Work, against_rule, answer_work, checks_rule,
-    choice_work, dialogue, flip_rule, judge_rule, model_asker, refusal_rule, run_rows, suites,
+    RULES, AskModel, ModelAnswers, ScoringRule, Scores, Suite, Work, against_rule, answer_work, choice_work, dialogue,
+    flip_rule, judge_rule, model_asker, refusal_rule, run_rows, suites,
 )  # fmt: skip
 from ..judges.chat import ChatEndpoint
 from ..judges.endpoint import Address, KeyName
@@ -81,7 +82,7 @@ class EvalConfig(Judging):
     )
 
 # %% ../../nbs/bench/evals.ipynb #5b2c7daf
-_OURS: dict[str, ScoringRule] = {"checks": checks_rule, "refusal": refusal_rule, "flip": flip_rule}
+_OURS: dict[str, ScoringRule] = {"refusal": refusal_rule, "flip": flip_rule}
 _RULES = (*_OURS, "judge", "choice")
 _IDS = {"completion_ids", "prompt_ids"}  # what a function asks for that reads tokens
 
@@ -226,7 +227,7 @@ def make_rule(suite: Suite, config: EvalConfig, tokenizer: Any, folder: str) -> 
         known = (*_RULES, "verify", "fn", "file", "model", "url", "classifier")
         if not set(settings) & set(known):
             key = next(iter(settings))
-            hint = did_you_mean(key, known, "There are: " + ", ".join(known))
+            hint = elsewhere(f"rule {key}") or did_you_mean(key, known, "There are: " + ", ".join(known))
             raise ConfigError(f"suite {suite.config.name}: there is no rule {key!r}. {hint}")
         try:
             entry = RewardEntry.model_validate(settings)

@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from pydantic import Field
 
+from ..aliases import elsewhere
 from ..config import SamplingConfig, StrictConfig, option, read_config_file
 from ..core import ConfigError, DataError, RunError, did_you_mean
 from ..data.readers import read_rows
 from ..data.sources import prompt_batch
 from ..data.templates import as_chat, encode_pairs
-from .instructions import followed
 from ..evaluate.metrics import is_refusal
 from ..files import open_regular, read_regular
 from ..judges.judge import Judge, verdicts_of
@@ -40,8 +40,8 @@ Row = dict[str, Any]
 
 # %% auto #0
 __all__ = ['Row', 'Scores', 'ScoringRule', 'AskModel', 'Work', 'RULES', 'SuiteConfig', 'suites', 'Suite', 'load_suite',
-           'checks_rule', 'refusal_rule', 'flip_rule', 'criteria_of', 'judge_rule', 'against_rule', 'dialogue',
-           'ModelAnswers', 'model_asker', 'answer_work', 'choice_work', 'check_same', 'run_rows']
+           'refusal_rule', 'flip_rule', 'criteria_of', 'judge_rule', 'against_rule', 'dialogue', 'ModelAnswers',
+           'model_asker', 'answer_work', 'choice_work', 'check_same', 'run_rows']
 
 # %% ../../nbs/bench/suites.ipynb #c33a3c50
 class SuiteConfig(StrictConfig):
@@ -52,7 +52,7 @@ class SuiteConfig(StrictConfig):
     task: Literal["answer", "choice"] = option("answer", "answers are written, or chosen by their probability")
     rule: dict[str, Any] = Field(
         default_factory=dict,
-        description="how answers are scored: an entry as in rewards, or checks, refusal, flip, judge",
+        description="how answers are scored: an entry as in rewards, or refusal, flip, judge",
     )
     template: str | None = option(None, "the prompt, with {columns} to be filled; null: the column prompt or turns")
     columns: dict[str, str] = Field(default_factory=dict, description="of a file: its name for a column: ours")
@@ -153,7 +153,8 @@ def load_suite(name: str | Path, file: str | Path | None = None, limit: int | No
     known = suites()
     path = known.get(str(name), Path(name))
     if not path.is_file():
-        hint = did_you_mean(str(name), known, f"There are: {', '.join(known)}; or name a YAML file.")
+        there = f"There are: {', '.join(known)}; or name a YAML file."
+        hint = elsewhere(f"suite {name}") or did_you_mean(str(name), known, there)
         raise ConfigError(f"there is no suite {str(name)!r}, and no such file. {hint}")
     if path.suffix not in (".yaml", ".yml", ".json"):
         raise ConfigError(f"suite {str(name)!r} is no YAML file. Rows go with one: --suite NAME --file {path.name}.")
@@ -180,15 +181,6 @@ def _column(row: Row, name: str, rule: str) -> Any:
         hint = did_you_mean(name, row, f"It has: {', '.join(row)}.")
         raise DataError(f"row {row['id']!r}: the rule {rule} needs the column {name!r}. {hint}")
     return row[name]
-
-
-def checks_rule(rows: Sequence[Row], answers: Sequence[Sequence[str]]) -> list[Scores]:
-    """score: all of a row's `checks` are met; part: the share that is (`bench.instructions`)."""
-    out = []
-    for row, replies in zip(rows, answers):
-        met = followed(replies[-1], _column(row, "checks", "checks"), f"row {row['id']!r}")
-        out.append({"score": float(all(met)), "part": sum(met) / len(met)})
-    return out
 
 
 def refusal_rule(rows: Sequence[Row], answers: Sequence[Sequence[str]]) -> list[Scores]:

@@ -33,10 +33,10 @@ from ..errors import ConfigError, RunError, suggest
 _all_ = ["find_config", "recipe_kind", "recipes"]
 
 # %% auto #0
-__all__ = ['app', 'config_app', 'runs_app', 'RunFolders', 'Commands', 'ConfigCommands', 'with_methods', 'TrainingCommand', 'demo',
-           'config_show', 'config_init', 'doctor_command', 'data_command', 'watch', 'metrics', 'board', 'report',
-           'learn_command', 'runs_list', 'rollback', 'plan_command', 'simulate_command', 'config_accelerate',
-           'launch_command', 'find_config', 'recipe_kind', 'recipes']
+__all__ = ['app', 'config_app', 'runs_app', 'RunFolders', 'Topology', 'Commands', 'ConfigCommands', 'with_methods',
+           'TrainingCommand', 'demo', 'config_show', 'config_init', 'doctor_command', 'data_command', 'watch',
+           'metrics', 'board', 'report', 'learn_command', 'runs_list', 'rollback', 'plan_command', 'simulate_command',
+           'config_accelerate', 'launch_command', 'find_config', 'recipe_kind', 'recipes']
 
 # %% ../../nbs/cli/main.ipynb #e5be3d46
 class Commands(typer.core.TyperGroup):
@@ -298,6 +298,11 @@ def config_show(
 def config_init(kind: str = MethodName, toy: bool = Toy, config: str = ConfigFile, debug: bool = Debug) -> None:
     """Print a config file with a comment on every setting, to start your own from."""
     with told(debug):
+        if kind == "topology":
+            from rlhf_nb.run.roles import ClusterTopology
+
+            _tell(ClusterTopology().to_yaml(comments=True).rstrip("\n"), err=False)
+            return
         fact: Any = None if config else facts()["pipeline"] if kind == "run" else fact_of(kind)
         text = load_config(kind, config, None, toy).to_yaml(comments=True).rstrip("\n") if fact is None else ""
         _tell(text or fact["init"]["toy" if toy else "default"], err=False)
@@ -476,6 +481,9 @@ def _planned(verb: str, kind: str, overrides: list[str], config: str, toy: bool)
     return cfg, given
 
 
+Topology: Any = typer.Option(None, "--topology", help="file that places models on ranks (config init topology)")
+
+
 @app.command("plan")
 def plan_command(
     kind: str = MethodName, overrides: list[str] = Overrides, config: str = ConfigFile, toy: bool = Toy,
@@ -485,13 +493,17 @@ def plan_command(
     on: str = typer.Option(None, help="kind of GPU, for seconds a step: t4 to b200, or a YAML file of its rates"),
     price: float = typer.Option(None, help="of a GPU's hour; needs --on", min=0, max=1e6),
     rollouts: str = typer.Option(None, callback=_overlap, is_eager=True, help="a run: which lag and workers would pay"),
+    topology: Path = Topology,
     debug: bool = Debug,
 ) -> None:  # fmt: skip
     """Predict what fits on how many GPUs (memory by role, ZeRO stage, offloading), and how long a step takes there."""
     with told(debug):
-        from rlhf_nb.pipeline.doctor import cost_here, plan_for
+        from rlhf_nb.pipeline.doctor import cost_here, placement_for, plan_for
 
         cfg, given = _planned("plan", kind, overrides, config, toy)
+        if topology is not None:
+            _tell(placement_for(cfg, topology), err=False)
+            return
         _tell(plan_for(cfg, gpus, on, memory, host, shlex.join(given), price), err=False)
         here = cost_here(cfg)
         if here:
@@ -547,6 +559,7 @@ def launch_command(
     k8s: str = typer.Option(None, "--k8s", metavar="IMAGE",
         help="print a Kubernetes manifest for this container image instead"),
     claim: str = typer.Option("shared", help="with --k8s: the volume claim that all pods write to"),
+    topology: Path = Topology,
     resume: bool = Resume, overwrite: bool = Overwrite, debug: bool = Debug,
 ) -> None:  # fmt: skip
     """Train on several processes of this machine, restarted when one dies; or print what a cluster needs for it."""
@@ -573,5 +586,6 @@ def launch_command(
             _tell(slurm_script(command, cfg.output_dir, **how).rstrip(), err=False)
         else:
             again: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "restarts": restarts}
+            again |= {"topology": topology}
             done = launch(cfg, num_processes=processes, strategy=strategy, **again)
             _tell(f"{done!r}. Model: {done.model}", err=False)

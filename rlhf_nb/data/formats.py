@@ -17,7 +17,7 @@ from typing import Any
 from ..core import DataError, check_choice, suggest
 from ..errors import listed
 from rlhf_nb.data.shapes import (
-    COLUMNS, PLAIN, SPEAKERS, SYSTEM, NothingToCompare, Reading, Shape, columns_used, gather, instructions,
+    COLUMNS, PLAIN, SPEAKERS, SYSTEM, NothingToCompare, Reading, Shape, columns_used, instructions,
     note_shape, read_as, recognise, shapes_of,
 )  # fmt: skip
 from ..strict import table_of
@@ -137,7 +137,7 @@ def _reads(columns: Iterable[str] | Mapping[str, Any], names: Mapping[str, str],
 def _elsewhere(allowed: Sequence[str]) -> str:
     """What can be done with rows that don't have what a purpose needs."""
     if list(allowed) == ["preference"]:
-        return "Pairs come from two answers: a judge labels them (rlhf-nb rlaif). Single ones train sft, or kto."
+        return "Pairs come from two answers: by a judge (rlhf-nb rlaif) or by ratings (docs/data.md). One trains sft."
     if list(allowed) == ["unpaired"]:
         return "kto needs a label, 0 or 1, for each answer, or pairs; answers alone train sft."
     return "rlhf-nb data FILE shows what a file is taken for."
@@ -721,7 +721,7 @@ def to_rows(rows: Iterable[Row], to: str | None = None, reading: Reading = PLAIN
     """
     left, told, kept, why, begun = Counter[str](), set[str](), 0, "", 0
     try:
-        for i, row in gather(enumerate(whole_rows(rows)), reading):
+        for i, row in enumerate(whole_rows(rows)):
             try:
                 if to == "sft" and disliked(row):
                     raise NothingToCompare(

@@ -81,7 +81,7 @@ def weights_of(data: DataConfig) -> list[float] | None:
 
 def reading_of(data: DataConfig, seed: int = 0) -> Reading:
     """What a config says about the shape of its rows."""
-    return Reading(data.shape, seed, data.attributes, data.thoughts)
+    return Reading(data.shape, seed, data.thoughts)
 
 
 def in_kind(rows: Iterable[Row], kind: RowKind, reading: Reading = PLAIN) -> Iterator[Row]:

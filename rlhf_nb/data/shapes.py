@@ -28,9 +28,9 @@ COLUMNS: dict[str, tuple[str, ...]] = {  # of the formats of rows, most specific
 }
 
 # %% auto #0
-__all__ = ['Row', 'COLUMNS', 'ATTRIBUTES', 'PLAIN', 'SYSTEM', 'SPEAKERS', 'SHAPES', 'RoleTerm', 'read_role', 'Reading',
-           'DataNote', 'NothingToCompare', 'Shape', 'instructions', 'from_question', 'gather', 'shape_table',
-           'columns_used', 'shapes_of', 'recognise', 'read_as', 'note_shape']
+__all__ = ['Row', 'COLUMNS', 'PLAIN', 'SYSTEM', 'SPEAKERS', 'SHAPES', 'RoleTerm', 'read_role', 'Reading', 'DataNote',
+           'NothingToCompare', 'Shape', 'instructions', 'from_question', 'shape_table', 'columns_used', 'shapes_of',
+           'recognise', 'read_as', 'note_shape']
 
 # %% ../../nbs/data/shapes.ipynb #e95c4425
 class RoleTerm(NamedTuple):
@@ -51,16 +51,11 @@ def read_role(text: str) -> list[RoleTerm]:
     return [RoleTerm(tuple(t.rstrip("?").split("|")), not t.endswith("?")) for t in text.split(" + ")]
 
 # %% ../../nbs/data/shapes.ipynb #fe3d97ce
-# with these weights the ratings of HelpSteer2 become one score: model card of Llama3-70B-SteerLM-RM (arXiv 2406.08673)
-ATTRIBUTES = {"helpfulness": 0.65, "correctness": 0.8, "coherence": 0.45, "complexity": 0.55, "verbosity": -0.4}
-
-
 class Reading(NamedTuple):
     """How columns that leave something open are to be read."""
 
     shape: str | None = None  # the shape by name; None: the columns tell
     seed: int = 0  # of the draw among worse answers
-    weights: Mapping[str, float] | None = None  # of attributes; None: those of `ATTRIBUTES`
     thoughts: str = "auto"  # of answers: as they stand, "inline" in <think> tags, or "drop"
 
 
@@ -85,7 +80,6 @@ class Shape:
     gives: str  # the format that comes out
     convert: Callable[[dict[str, list[Any]], str, str | None, Reading], Row]  # values by role, where, purpose, reading
     holds: Callable[[Mapping[str, Any]], bool] = lambda row: True  # whether the columns' contents fit
-    gathers: bool = False  # neighbouring rows with the same prompt belong together
 
     def columns(self, row: Mapping[str, Any]) -> dict[str, list[list[str]]] | None:
         """The columns of a row by role and term; None where one is missing. Several in a term are rivals."""
@@ -280,60 +274,6 @@ def _dicts_with(column: str, *keys: str) -> Callable[[Mapping[str, Any]], bool]:
 
     return test
 
-# %% ../../nbs/data/shapes.ipynb #e55dab3e
-def _weighed(values: Mapping[str, Any], where: str, reading: Reading) -> float:
-    """The weighted sum of an answer's attributes."""
-    total, weights = 0.0, ATTRIBUTES if reading.weights is None else reading.weights
-    for name, weight in weights.items():
-        number = _number(values.get(name))
-        if number is None:
-            raise DataError(
-                f"{where}, {name} is {values.get(name)!r:.40}; expected a number. data.attributes={{NAME: WEIGHT}} "
-                "says which columns count, and for how much."
-            )
-        total += weight * number
-    return total
-
-
-def _scored(fields: dict[str, list[Any]], where: str, to: str | None, reading: Reading) -> Row:
-    """The answers of one prompt, gathered by `gather`."""
-    texts, ratings = fields["completion"][0], fields["score"][0]
-    if not isinstance(ratings, list):  # a row by itself
-        texts, ratings = [texts], [{}]
-    if to not in ("sft", "prompt") and len(texts) < 2:
-        raise DataError(
-            f"{where}: the prompt {str(fields['prompt'][0])[-60:]!r} has one response only, so nothing can be compared. "
-            "Rows of one prompt must follow each other; add its others, or train on the responses themselves (sft)."
-        )
-    answers = [(t, _weighed(r, where, reading) if len(texts) > 1 else 0.0) for t, r in zip(texts, ratings, strict=True)]
-    return _best(_joined(fields["prompt"], where), answers, where, to, reading)
-
-
-def gather(rows: Iterable[tuple[int, Row]], reading: Reading) -> Iterator[tuple[int, Row]]:
-    """Numbered rows, lazily; neighbours with the same prompt become one where their shape wants that, under the number
-    of the first."""
-    group: tuple[int, Row, list[Row]] | None = None
-    for i, row in rows:
-        known = [s for s in SHAPES if s.gathers and reading.shape in (None, s.name) and isinstance(row, dict)]
-        shape = next((s for s in known if s.columns(row)), None)
-        if group and (shape is None or row["prompt"] != group[1]["prompt"]):
-            yield group[0], _together(group[1], group[2])
-            group = None
-        if shape is None:
-            yield i, row
-        elif group:
-            group[2].append(row)
-        else:
-            group = i, row, [row]
-    if group:
-        yield group[0], _together(group[1], group[2])
-
-
-def _together(first: Row, rows: list[Row]) -> Row:
-    """Rows of one prompt as one: lists of their responses and of their ratings."""
-    ratings = [{k: v for k, v in r.items() if k not in ("prompt", "response")} for r in rows]
-    return {**first, "response": [r["response"] for r in rows], "helpfulness": ratings}
-
 # %% ../../nbs/data/shapes.ipynb #fc6e2369
 def _openai(fields: dict[str, list[Any]], where: str, to: str | None, reading: Reading) -> Row:
     """OpenAI's preferences: messages and tools inside `input`, each answer a list of messages."""
@@ -418,18 +358,18 @@ def _all(**kinds: type) -> Callable[[Mapping[str, Any]], bool]:
 # %% ../../nbs/data/shapes.ipynb #221c6ac6
 _THUMBS = {"0", "1", "0.0", "1.0", "false", "true"}
 _RATED = ("annotations", "ratings", "rating", "fine-grained_score", "overall_score", "score")
-# by shape: how it is converted, whether its columns fit, whether neighbours belong together; of others `_asked` alone
+# by shape: how it is converted, whether its columns fit; of others `_asked` alone
 _WAYS: dict[str, tuple[Any, ...]] = {
     "sharegpt": (_sharegpt, _are_turns), "sharegpt_pairs": (_sharegpt, _are_turns), "prompt_response": (_renamed,),
     "thumbs": (_renamed,), "ultrafeedback": (_rated, _dicts_with("completions", *_RATED)), "xlam": (_xlam,),
     "question_thumbs": (_asked, lambda row: str(row.get("label", row.get("thumbs_up"))).lower() in _THUMBS),
-    "ranking": (_ranked, _dicts_with("answers", "rank")), "helpsteer": (_scored, _all(), True),
+    "ranking": (_ranked, _dicts_with("answers", "rank")),
     "openai_pairs": (_openai, lambda row: isinstance(row["input"], Mapping) and "messages" in row["input"]),
     "arena": (_arena, _all(conversation_a=list, conversation_b=list)), "arena_answers": (_arena,),
     "math_shepherd": (_shepherd, lambda row: _all(input=str, label=str)(row) and "ки" in row["input"]),
     "prm800k": (_prm800k, _all(question=Mapping, label=Mapping)),
     "numina": (
-        lambda fields, *rest: _asked({k: v for k, v in fields.items() if k != "about"}, *rest),
+        lambda found, *rest: _asked({k: v for k, v in found.items() if k != "about"}, *rest),
         lambda row: not {"problem_type", "question_type"}.isdisjoint(row),
     ),
 }  # fmt: skip
@@ -549,7 +489,7 @@ def read_as(shape: Shape, row: Row, to: str | None, where: str, reading: Reading
         row: one line of a dataset.
         to: what for; see `shapes_of`.
         where: how to call the row in an error.
-        reading: seed and weights.
+        reading: the seed of a draw.
 
     Raises:
         DataError: a column holds what it can't.

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,7 +37,6 @@ class World:
     gold: Callable[..., list[float]] | None = None  # what an answer is really worth, a reward function
     taste: Callable[..., list[float]] | None = None  # what labellers believe it is worth
     clarity: float = 1.0  # how sharply they see a difference of one point
-    traits: Mapping[str, Callable[[str, str], float]] = field(default_factory=dict)  # of an answer to a prompt
     place: Callable[[str], int] | None = (
         None  # of a prompt among the kinds of question, in the order in which they are shown
     )
@@ -94,8 +93,7 @@ WORLDS = (
         rows=_toy_rows, kinds=("sft", "preference", "unpaired", "prompt"), prompts=toy.test_prompts,
         pairs=lambda n, seed: toy.preference_rows(n, seed, labels="gold", test=True),
         check=toy.check_answer, gold=toy.gold_reward, taste=_labellers, clarity=toy.CLARITY,
-        traits={"rude": lambda prompt, answer: toy.read_answer(prompt, answer).rude}, place=_place,
-        tokenizer=toy.build_tokenizer, model=toy.build_model,
+        place=_place, tokenizer=toy.build_tokenizer, model=toy.build_model,
     ),
     World(
         "sums", "word problems, made by rlhf_nb.data.sums",

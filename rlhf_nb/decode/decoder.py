@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from ..core import ConfigError
-from ..rollout.backends import Request, Sampler, make_sampler
+from ..rollout.backends import OurSampler, Request, Sampler
 from ..types import Rollout
 
 # %% auto #0
@@ -115,20 +115,20 @@ class Plain(Decoder):
     """The policy's own samples, as a decoder.
 
     Args:
-        sampler: who draws; None: whom the sampling settings name.
+        sampler: who draws; None: our own.
     """
 
     name, keeps_policy = "plain", True
 
     def __init__(self, sampler: Sampler | None = None) -> None:
-        self.sampler = sampler
-        self.exact = sampler is None or sampler.exact
+        self.sampler = sampler or OurSampler()
+        self.exact = self.sampler.exact
 
     def answer(self, model: nn.Module, request: Request) -> Rollout:
         """See `Sampler`."""
-        begin, sampler = time.perf_counter(), self.sampler or make_sampler(request.sampling)
-        r = sampler.generate(model, **vars(request))
-        self.exact, self.slots_in_use = sampler.exact, sampler.slots_in_use
+        begin = time.perf_counter()
+        r = self.sampler.generate(model, **vars(request))
+        self.exact, self.slots_in_use = self.sampler.exact, self.sampler.slots_in_use
         other = request.sampling.filtered or request.greedy  # makes another distribution
         return self.pay(r, begin) if other else self.pay(r, begin, kl=0.0, kl_is="exact")
 

@@ -235,8 +235,7 @@ class Stopping(Decoder):
             text = tokenizer.decode([i for i in ids if i not in ends], skip_special_tokens=True)
             return self.stops.where(text) is not None
 
-        ours = self.inner is None and request.sampling.sampler in ("auto", "ours", "generate")
-        inner: Decoder = self.inner or Plain(OurSampler(over=over) if ours else None)
+        inner: Decoder = self.inner or Plain(OurSampler(over=over))
         r, stopped = cut_rollout(inner.generate(model, **vars(request)), self.stops, tokenizer)
         self.exact, self.slots_in_use, bill = inner.exact, inner.slots_in_use, paid(inner)
         self.cost = replace(

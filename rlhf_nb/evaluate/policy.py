@@ -20,7 +20,7 @@ from ..losses.kl import MeanError, kl_estimate, mean_and_error
 from ..scoring.trees import TOKEN_BUDGET
 from ..scoring.scores import completion_logps
 from ..rewards.base import Rewards
-from ..rollout.backends import Sampler, make_sampler
+from ..rollout.backends import OurSampler, Sampler
 from ..types import PromptBatch, Rollout
 
 # %% auto #0
@@ -200,7 +200,7 @@ def evaluate(
         raise ConfigError("there is nothing to measure: give evaluate rewards={'gold': fn}, or a reference.")
     prompts = prompts if isinstance(prompts, PromptBatch) else prompt_batch(tokenizer, prompts)
     sampling = sampling or SamplingConfig()
-    drawn: Sampler = decoder or sampler or Plain(make_sampler(sampling, batch_size))
+    drawn: Sampler = decoder or sampler or Plain(OurSampler(batch_size))
     rollout = drawn.generate(
         model, prompts, sampling, tokenizer=tokenizer, seed=seed, num_samples=num_samples, greedy=greedy
     )

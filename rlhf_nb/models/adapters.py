@@ -185,6 +185,9 @@ class Reference:
         """A context in which `model` is the reference: with its adapters off, if it has any."""
         return using_adapter(self.model, None) if self.adapters_off else nullcontext()
 
+    def begin(self, c: Completions, **options: Any) -> None:
+        """Says what `logps` will be asked; a reference on another rank begins to compute (`run.roles`)."""
+
     def logps(self, c: Completions, **options: Any) -> Tensor:
         """[B, C] log-probs of the completion tokens under the reference, without gradient.
 

@@ -15,7 +15,7 @@ from ..config import DataConfig, ModelConfig, StrictConfig, option
 from ..core import DataError, printable
 from ..data.convert import to_unpaired
 from ..data.formats import COLUMNS, PROMPTED, SFT_FORMATS, disliked, format_of, is_hh, to_format, whole_rows
-from ..data.shapes import SYSTEM, NothingToCompare, Reading, Shape, gather, recognise
+from ..data.shapes import SYSTEM, NothingToCompare, Reading, Shape, recognise
 from rlhf_nb.data.sources import (
     LengthReport, length_report, row_key,
 )  # fmt: skip
@@ -87,7 +87,7 @@ def look_at(data: DataConfig, method: str | None = None, seed: int = 0, most: in
         raise DataError(f"{data.path} has no rows, so there is nothing to look at.")
     kind, fmt = _purpose(raw[0], method, reading)
     found = FileLook(str(data.path), kind, _taken_for(raw[0], fmt, reading), raw, more=next(opened, None) is not None)
-    for i, row in gather(enumerate(whole_rows(raw)), reading):
+    for i, row in enumerate(whole_rows(raw)):
         try:
             normal = to_format(row, fmt, f"row {i}", reading)
         except NothingToCompare:
@@ -127,8 +127,7 @@ def _natives(row: Mapping[str, Any], fmt: str) -> dict[str, set[str]]:
 
 def _shape(row: Row, fmt: str, reading: Reading) -> Shape | None:
     """The shape that a file's first row is recognised by; None: its columns are a format already."""
-    first = next(iter(gather([(0, row)], reading)))[1]
-    return recognise(first, fmt, _natives(first, fmt), "row 0", reading)
+    return recognise(row, fmt, _natives(row, fmt), "row 0", reading)
 
 # %% ../../nbs/pipeline/data_look.ipynb #6b0a5757
 def roles(look: FileLook, reading: Reading) -> list[tuple[str, str, str]]:

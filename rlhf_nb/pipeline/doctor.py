@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from ..scale.cost import estimate
+from ..scale.plan import placement_table
 from ..scale.predict import named_gpu, plan_report
 from .stages import PipelineConfig, RLHFPipeline, make_base
 from ..console import tell
@@ -42,6 +43,7 @@ from ..types import Completions
 from ..models.places import resolve
 from ..run.lock import STALE, holder_of
 from ..run.log import RunDir, read_metrics
+from ..run.roles import ClusterTopology
 from ..run.strategies import UNKNOWN, free_memory
 from ..scale.topology import Budget, DecoderShape, Job, Split, job_of, predict_memory, decoder_shape
 from ..train.entries import check_entries
@@ -61,7 +63,7 @@ from ..models.policy import dropout_left_out
 __all__ = ['Severity', 'LEVELS', 'BEARABLE', 'Finding', 'finding', 'findings_table', 'check_special_tokens', 'plain_rows',
            'check_data', 'check_model', 'check_sampling', 'check_precision', 'check_threads', 'check_speed',
            'estimate_memory', 'free_bytes', 'check_memory', 'check_cost', 'for_this_machine', 'completed', 'cost_here',
-           'planned_job', 'plan_for', 'usual_lengths', 'check_saving', 'check_loading', 'check_prices',
+           'planned_job', 'plan_for', 'placement_for', 'usual_lengths', 'check_saving', 'check_loading', 'check_prices',
            'check_judgements', 'distance', 'check_distance', 'StageStart', 'load_start', 'some_rows', 'examine',
            'check_run_folder', 'doctor']
 
@@ -441,6 +443,11 @@ def plan_for(
     shape, job, inner = planned_job(config)
     gpu = None if on is None else named_gpu(on)
     return plan_report(shape, job, gpus, gpu, memory, host, settings, price, inner)
+
+
+def placement_for(config: Any, topology: str | Path) -> str:
+    """What each group of a topology file holds of a config's models (`scale.plan.placement_table`)."""
+    return placement_table(*planned_job(config)[:2], ClusterTopology.load(topology))
 
 
 def usual_lengths(rows: list[Row], tokenizer: Any, config: TextConfig) -> tuple[int, int]:

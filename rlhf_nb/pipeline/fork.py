@@ -126,8 +126,7 @@ def _check_changes(old: Any, new: Any) -> list[str]:
     changes = [c for c in told if not c.startswith("output_dir")]
     for change in changes:
         key, who = change.partition(":")[0], "another engine draws other answers from the same random numbers"
-        draws = key.startswith("rollouts.vllm") or (key == "sampling.sampler" and "continuous" in change)
-        if why := who if draws else SHARED.get(key.partition(".")[0]):
+        if why := who if key.startswith("rollouts.vllm") else SHARED.get(key.partition(".")[0]):
             raise RunError(f"a fork can't change {key}: {why}. Begin a new run instead.")
     return changes
 

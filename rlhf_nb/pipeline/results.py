@@ -81,7 +81,7 @@ def next_lines(leaves: str, model: Path, run: Path, began: str | None = None, da
     told = [read_regular(model / name, MAX_LINE) for name in files if (model / name).is_file()]
     if any(b"chat_template" in text or b"{%" in text for text in told):
         real = began is not None and model_world(began) is None
-        compared = f"compare {shlex.quote(str(began))} {place} --suite instructions"
+        compared = f"compare {shlex.quote(str(began))} {place} --suite facts"
         return [f"chat {place}", *([compared] if real else []), seen]
     world = world_of(data) or model_world(began)
     question = world.question if world is not None else "Hello."

@@ -261,6 +261,7 @@ def _open(folder: Path, base: Any, overwrite: bool) -> None:
         for old in [*folder.glob("*/seed-*"), *folder.glob("worker-*.log"), place]:
             shutil.rmtree(old) if old.is_dir() else old.unlink()
     if place.exists():
+        open_regular(place).close()  # a link out of the folder is refused
         same = read_json(folder / "kind.json").get("method") == name
         changes = config_changes(shared(type(base).load(place)), shared(base)) if same else ["another method"]
         if changes:

@@ -3,8 +3,6 @@
 # %% ../../nbs/rollout/backends.ipynb #248a57c7
 from __future__ import annotations
 
-import inspect
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,14 +14,11 @@ from ..config import SamplingConfig
 from ..core import ConfigError, ModelError
 from ..fast.support import unwrapped
 from .choosing import Chooser
-from rlhf_nb.rollout.sampler import (
-    as_rollout, cache_bytes_per_token, check_request, eos_ids, eval_mode, pad_id, sample,
-)  # fmt: skip
+from .sampler import eos_ids, sample
 from ..types import PromptBatch, Rollout, sent
 
 # %% auto #0
-__all__ = ['Request', 'Sampler', 'OurSampler', 'answers_to_tensors', 'TransformersContinuous', 'make_sampler', 'needs_scoring',
-           'sampling_metrics']
+__all__ = ['Request', 'Sampler', 'OurSampler', 'answers_to_tensors', 'needs_scoring', 'sampling_metrics']
 
 # %% ../../nbs/rollout/backends.ipynb #874653ef
 @dataclass(frozen=True)
@@ -135,82 +130,6 @@ def answers_to_tensors(
         )
     said = nn.utils.rnn.pad_sequence([torch.tensor(x) for x in logps], True, 0.0)
     return ids, lens, finished, sent(said, device)
-
-# %% ../../nbs/rollout/backends.ipynb #58e29289
-class TransformersContinuous(Sampler):
-    """Continuous batching of transformers (`generate_batch`).
-
-    With top-k or top-p its log-probs are those of the filtered distribution, from which it drew; ours are of the
-    unfiltered one.
-
-    Args:
-        page_size: tokens in a page of the cache.
-        cache_bytes: most bytes of key-value cache.
-        options: further settings of transformers' ContinuousBatchingConfig.
-    """
-
-    name, exact = "transformers' continuous batching", False
-
-    def __init__(self, page_size: int = 32, cache_bytes: int = 2 << 30, **options: Any) -> None:
-        self.page_size, self.cache_bytes, self.options = page_size, cache_bytes, options
-
-    def answer(self, model: nn.Module, request: Request) -> Rollout:
-        """See `Sampler`; `seed` and `step` make samples differ, but don't make them repeatable."""
-        import transformers
-        from transformers import ContinuousBatchingConfig, GenerationConfig
-
-        if "page_size" not in inspect.signature(ContinuousBatchingConfig).parameters:
-            raise ConfigError(
-                f"transformers {transformers.__version__} is too old for {self.name}, whose settings had other names "
-                "(5.23 was tested): use sampler=auto, or a newer one."
-            )
-        sampling = request.sampling
-        for name in ("min_new_tokens", "min_p"):
-            if getattr(sampling, name):  # it would drop them, with a line in the log
-                raise ConfigError(
-                    f"{self.name} can't do {name}={getattr(sampling, name)}: set it to 0, or use sampler=auto."
-                )
-        bare: Any = unwrapped(model)
-        prompts, num_samples, greedy = request.prompts, request.num_samples, request.greedy
-        rows, pad, eos = len(prompts) * num_samples, pad_id(request.tokenizer), request.ends(bare)
-        each = math.ceil(check_request(bare, prompts, sampling, num_samples) / self.page_size) + 1
-        pages = self.cache_bytes // (cache_bytes_per_token(bare) * self.page_size)  # at least for one row
-        drawn = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
-        how = GenerationConfig(
-            max_new_tokens=sampling.max_new_tokens, do_sample=not greedy, eos_token_id=eos or None, pad_token_id=pad,
-            num_return_sequences=num_samples, **({} if greedy else drawn),
-        )  # fmt: skip
-        engine = ContinuousBatchingConfig(**{
-            "page_size": self.page_size, "num_blocks": max(each, min(rows * each, pages)), "max_batch_tokens": 1024,
-            "max_requests_per_batch": rows, "return_logprobs": True,
-            "seed": (request.seed * 1_000_003 + request.step) % 2**31, **self.options,
-        })  # fmt: skip
-        # it takes the global random generators: afterwards they are as they were
-        with eval_mode(model), torch.random.fork_rng([bare.device] if bare.device.type == "cuda" else []):
-            found = list(
-                bare.generate_batch(
-                    prompts.token_lists(), generation_config=how, continuous_batching_config=engine
-                ).values()
-            )
-        problem = next((x.error for x in found if x.error), None)
-        if len(found) != rows or problem:
-            raise ModelError(
-                f"{self.name} returned {len(found)} of {rows} answers ({problem or 'its thread ended early'}): use "
-                "sampler=auto."
-            )
-        tokens, logps = [list(x.generated_tokens) for x in found], [list(x.logprobs) for x in found]
-        ids, lens, finished, said = answers_to_tensors(tokens, logps, eos, pad, bare.device)
-        return as_rollout(prompts, num_samples, ids, lens, finished, said, request.tokenizer)
-
-# %% ../../nbs/rollout/backends.ipynb #9396eb88
-def make_sampler(sampling: SamplingConfig, batch_size: int | None = None) -> Sampler:
-    """The sampler that `sampling.sampler` names: auto, ours and generate draw the same samples, continuous its own.
-
-    Args:
-        sampling: its `sampler` is looked at.
-        batch_size: most rows at work at the same time, for ours.
-    """
-    return TransformersContinuous() if sampling.sampler == "continuous" else OurSampler(batch_size)
 
 # %% ../../nbs/rollout/backends.ipynb #2a8b2381
 def needs_scoring(r: Rollout, rule: str, sampler: Sampler, dtype: torch.dtype) -> bool:

@@ -35,11 +35,14 @@ class LoadsWeights:
             memory: number of the open file that holds them; size: its bytes.
             places: of each tensor its name, first byte, last byte + 1, shape and number format.
         """
+        import ctypes
+
         import torch
 
         raw = torch.from_file(f"/proc/self/fd/{memory}", shared=True, size=size, dtype=torch.uint8)
         each = ((k, raw[a:b].view(getattr(torch, form)).view(shape)) for k, a, b, shape, form in places)
         self.reload_weights(weights_iterator=each)
+        ctypes.CDLL(None).malloc_trim(0)  # what was packed anew went through memory that the C library would keep
 
 
 def serve_vllm(number: int, config: str, options: dict[str, Any]) -> None:

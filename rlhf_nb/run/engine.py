@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from ..config import OptimizerConfig
 from ..core import CheckpointError, ConfigError, Precision, RunError, decide_precision, did_you_mean
 from ..fast.linear import half_copies
-from ..fast.workers import Replicas, draws_numbers, workers_for
+from ..fast.workers import Replicas, alone_if_small, draws_numbers, workers_for
+from .roles import Roles, join_roles
 from .strategies import connect
 from .strategy import Rates, Strategy, connect_plain, load_tensors, lr_factor
 from ..scoring.packing import split_among
@@ -28,6 +29,7 @@ from ..types import Batch, LossSum, sent
 
 BatchT = TypeVar("BatchT", bound=Batch)
 NumberT = TypeVar("NumberT", float, Tensor)
+_Model = TypeVar("_Model")
 Pairs = dict[str, tuple[float, float]]  # (sum, count) by name
 
 
@@ -42,8 +44,8 @@ Terms = dict[str, tuple[LossSum, float]]  # a loss: each term as a sum with its 
 
 # %% auto #0
 __all__ = ['BatchT', 'NumberT', 'Pairs', 'Terms', 'STRATEGIES', 'add_pairs', 'GradientWatch', 'asked_strategy', 'weigh',
-           'StopVote', 'Ranks', 'Blame', 'StepReport', 'strategy_here', 'Engine', 'same_versions', 'engine_state',
-           'load_engine_state']
+           'StopVote', 'Ranks', 'Blame', 'StepReport', 'roles_here', 'answers_only', 'placed', 'strategy_here',
+           'Engine', 'same_versions', 'engine_state', 'load_engine_state']
 
 # %% ../../nbs/run/engine.ipynb #4350c478
 class GradientWatch:
@@ -334,9 +336,42 @@ class StepReport(NamedTuple):
     problem: str = ""  # why it was skipped, when the reason is not fp16's loss scaling
 
 # %% ../../nbs/run/engine.ipynb #5bb64705
+def roles_here() -> Roles | None:
+    """This process's place in the topology that RLHF_NB_TOPOLOGY names; None without one."""
+    path = os.environ.get("RLHF_NB_TOPOLOGY")
+    return join_roles(path) if path else None
+
+
+def answers_only() -> bool:
+    """Whether this process trains nothing: then a frozen model may be the policy's own weights, without a copy."""
+    roles = roles_here()
+    return roles is not None and roles.frozen
+
+
+def placed(role: str, make: Callable[[], _Model]) -> _Model:
+    """A frozen model of a run: made here, or with a topology on the ranks that it names, and asked from here.
+
+    Args:
+        role: "reference" or "reward".
+        make: makes the model.
+    """
+    roles = roles_here()
+    return make() if roles is None else roles.place(role, make)
+
+
 def strategy_here(precision: Precision) -> Strategy:
     """The strategy that the environment asks for, connected to the other ranks."""
-    asked = asked_strategy()
+    asked, roles = asked_strategy(), roles_here()
+    if roles is not None:
+        if asked not in ("single", "ddp") or precision.device.type != "cpu":
+            raise ConfigError(
+                f"RLHF_NB_TOPOLOGY places models on ranks of their own, which is built for ddp on CPUs, and this is "
+                f"{asked} on {precision.device.type}: use strategy ddp and device=cpu, or no topology."
+            )
+        if roles.frozen or len(roles.learners) == 1:
+            alone = Strategy(precision.device)
+            alone.name, alone.rank = "single", roles.rank  # a rank that only answers is never the first
+            return alone
     if asked not in ("single", "ddp"):
         return connect(asked, precision)
     accelerator = connect_plain(precision.device) if asked == "ddp" else None
@@ -358,7 +393,8 @@ class Engine:
         self.precision = precision or decide_precision()
         self.strategy = strategy_here(self.precision)
         self.accelerator, self.scaler = self.strategy.accelerator, self.strategy.scaler
-        self.device, self.ranks = self.strategy.device, Ranks(self.strategy)
+        self.device, self.ranks, self.roles = self.strategy.device, Ranks(self.strategy), roles_here()
+        self.answers = self.roles is not None and self.roles.frozen  # holds frozen models and trains nothing
         self.precision = self.precision._replace(device=self.device)  # where models that are loaded later go
         if self.device.type == "cuda" and torch.cuda.is_available():
             torch.cuda.set_device(self.device)  # for what asks for no device by name: messages, statistics, kernels
@@ -396,6 +432,8 @@ class Engine:
                 over ranks, so are theirs. Models that hold trained weights are left alone.
             rates: learning rates of parameters that have one of their own, by name.
         """
+        if self.answers:
+            return module
         trained = {id(p) for p in module.parameters()}
         frozen = [m for m in dict.fromkeys(frozen) if not any(id(p) in trained for p in m.parameters())]
         self.module = module.to(self.device)
@@ -488,6 +526,20 @@ class Engine:
             return learnt
 
         return crew.run(alone, micros, [method.cost(micro) for micro in micros])
+
+    def asking(self) -> AbstractContextManager[None]:
+        """Around all steps: inside, ranks that hold frozen models answer this one."""
+        return nullcontext() if self.roles is None else self.roles.asking(self.precision)
+
+    def answer_others(self, module: nn.Module) -> None:
+        """Answer the ranks that learn until they are done.
+
+        Args:
+            module: that they train; its size decides how many threads compute, as over there.
+        """
+        assert self.roles is not None
+        with self.inference(), alone_if_small(module):
+            self.roles.serve(self.precision)
 
     def steady(self, module: nn.Module) -> AbstractContextManager[None]:
         """Inside, a module's weights don't change: where they are rounded for products, each is rounded once."""

@@ -11,7 +11,7 @@ import shutil
 import time
 import uuid
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -488,6 +488,7 @@ class Meter:
         self.seconds: dict[str, float] = {}
         self.tokens = self.generated = 0
         self.flops, self.per_generated, self.peak = 0.0, 0.0, None  # type: float, float, float | None
+        self.further: Callable[[], dict[str, float]] = dict  # what else belongs into a report
         self._since = time.perf_counter()
 
     @contextmanager
@@ -524,7 +525,7 @@ class Meter:
         if torch.cuda.is_available():
             out["perf/cuda_peak_mb"] = torch.cuda.max_memory_allocated() / 2**20
         self.seconds, self.tokens, self.generated, self.flops, self._since = {}, 0, 0, 0.0, now
-        return {k: round(v, 6) for k, v in out.items()}
+        return {k: round(v, 6) for k, v in out.items()} | self.further()
 
     def _shares(self, wall: float) -> dict[str, float]:
         """Where a step's time went, for methods that sample; `score` is what `collect` does besides sampling."""

@@ -3,15 +3,16 @@
 # %% ../../nbs/run/loop.ipynb #71bd3975
 from __future__ import annotations
 
+import copy
 import math
 import threading
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from functools import cached_property
+from functools import cached_property, wraps
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Concatenate, ParamSpec, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +39,8 @@ from ..strict import table_of
 from ..types import Batch, sent
 
 # %% auto #0
-__all__ = ['BaseMethod', 'Sums', 'means', 'Source', 'StepStart', 'Boundary', 'too_many_bad', 'all_steps', 'Trainer']
+__all__ = ['BaseMethod', 'Sums', 'means', 'Source', 'StepStart', 'Boundary', 'too_many_bad', 'all_steps', 'learns_or_answers',
+           'Trainer']
 
 # %% ../../nbs/run/loop.ipynb #38ebbf32
 class BaseMethod(ABC):
@@ -98,6 +100,15 @@ class BaseMethod(ABC):
             step: steps done before.
             total: steps in all.
             pull: gives the next batch of the source, or None.
+        """
+        return None
+
+    def look_ahead(self, peek: Callable[[], Any]) -> None:
+        """Called before the updates of a step, where frozen models are on other ranks: what the next step will ask them
+        may be asked now.
+
+        Args:
+            peek: gives the next batch, which stays in the source.
         """
         return None
 
@@ -405,7 +416,7 @@ def all_steps(run: Trainer) -> Iterator[GracefulStop]:
     run.ending.clear()
     try:
         said = run.config.console and run.engine.is_main
-        with alone_if_small(run.method.module), GracefulStop(said) as stop:
+        with run.engine.asking(), alone_if_small(run.method.module), GracefulStop(said) as stop:
             run.step_start.signals = stop
             run.step_start.remember()
             try:
@@ -435,6 +446,22 @@ def all_steps(run: Trainer) -> Iterator[GracefulStop]:
         run.lock.release()
 
 # %% ../../nbs/run/loop.ipynb #c2c69bfc
+_P = ParamSpec("_P")
+
+
+def learns_or_answers(fit: Callable[Concatenate[Trainer, _P], History]) -> Callable[Concatenate[Trainer, _P], History]:
+    """A rank that holds frozen models answers those that learn, in place of `fit`."""
+
+    @wraps(fit)
+    def either(run: Trainer, /, *args: _P.args, **kwargs: _P.kwargs) -> History:
+        if not run.engine.answers:
+            return fit(run, *args, **kwargs)
+        run.engine.answer_others(run.method.module)
+        return run.history
+
+    return either
+
+
 class Trainer:
     """The loop: takes batches from a source, lets the method collect, updates, writes events, saves.
 
@@ -472,6 +499,8 @@ class Trainer:
         self.failure: RunError | None = None
         self.step_start, self.boundary = StepStart(self), Boundary(self)
         self.history, self.log, self.meter = History(), EventLog(None, self.engine.rank), method.meter
+        if self.engine.roles is not None:
+            self.meter.further = self.engine.roles.wire.report
         self.ending = threading.Event()
         self.control, self.saves = RunControl(self), Saves(config, epoch=epoch)
         self.lock = RunLock(self.run_dir.path)
@@ -481,6 +510,7 @@ class Trainer:
         """Writes checkpoints, beside the training where `async_save` is on; made for the first of them."""
         return AsyncWriter(self.config.async_save)
 
+    @learns_or_answers
     def fit(self, resume: bool = False, overwrite: bool = False) -> History:
         """Train to the end, or until a stop is asked for; a checkpoint is left in either case.
 
@@ -502,8 +532,7 @@ class Trainer:
                 if self.exhausted:
                     self.boundary.evaluate_and_save(asked := Flags(True, evaluate=True, reason="no more rows"))
                     break
-                data = self.collect(batch)
-                stats = self.update(data)
+                stats = self.update(self.collect(batch))
                 asked = self.boundary.cross(self.finish_step(stats), stop)
             self.history.stopped = asked.reason or ("asked to stop" if asked.stop else None)
         self.saves.put_back(self)
@@ -528,6 +557,13 @@ class Trainer:
             mine = rows[: len(rows) // world * world][self.engine.rank :: world]
             self.exhausted = not mine
             return self.batch_of(mine) if mine else None
+
+    def peek(self) -> Any:
+        """What `pull` gives next; it stays in the source."""
+        before = copy.deepcopy(self.source.state_dict())
+        batch = self.pull()
+        self.source.load_state_dict(before)
+        return batch
 
     def batch_of(self, rows: list[Any]) -> Any:
         """Rows collated, on the device."""
@@ -666,7 +702,11 @@ class Trainer:
         self.engine.barrier()
 
     def _mini_batches(self, data: Any) -> Iterator[Any]:
-        """All mini-batches of a step, in an order that depends on seed, step and inner epoch only."""
+        """All mini-batches of a step, in an order that depends on seed, step and inner epoch only; other ranks begin to
+        compute what the next step asks.
+        """
+        if self.engine.roles is not None and self.step + 1 < self.total_steps:
+            self.method.look_ahead(self.peek)
         for epoch in range(self.config.num_inner_epochs):
             yield from self.method.mini_batches(data, derive_seed(self.config.seed, "mini_batches", self.step, epoch))
 

@@ -34,6 +34,7 @@ from ..run.checkpoint import checkpoints_in
 from ..run.engine import STRATEGIES
 from ..run.lock import RunLock, birth
 from ..run.log import RunDir, read_metrics
+from ..run.roles import ClusterTopology
 from ..run.state import to_resume_from
 from .live import Live
 from ..train.registry import MethodInfo, add_method, of
@@ -496,7 +497,8 @@ def launch(
     what: Callable[..., Any] | StrictConfig, *args: Any, num_processes: int = 2, strategy: str = "ddp",
     run_dir: str | Path | None = None, device: str = "auto", resume: bool = False, overwrite: bool = False,
     restarts: int = 3, hang_timeout: float = 1800.0, port: int = 0, machines: int = 1, machine: int = 0,
-    address: str = "", zero: Mapping[str, Any] | None = None, say: Callable[[str], None] | None = print, **kwargs: Any,
+    address: str = "", zero: Mapping[str, Any] | None = None, topology: str | Path | None = None,
+    say: Callable[[str], None] | None = print, **kwargs: Any,
 ) -> Launched:  # fmt: skip
     """Train on several processes of this machine, from a notebook or a script.
 
@@ -515,6 +517,7 @@ def launch(
         port: for the ranks to meet at; 0: any that is free.
         machines, machine, address: of several: how many, which one this is, where the first one is.
         zero: further entries of DeepSpeed's `zero_optimization`.
+        topology: file that says which ranks learn and which hold frozen models (`run.roles`).
         say: told what happens; None: silent.
 
     Returns:
@@ -543,6 +546,9 @@ def launch(
     agent = ["accelerate.commands.launch", "--config_file", str(folder / "accelerate.yaml")]
     command = [sys.executable, "-m", *agent, "-m", "rlhf_nb.scale.launch", str(folder)]
     env, told = _environment(folder.absolute(), strategy, cpu, zero), say or (lambda _: None)
+    if topology is not None:
+        ClusterTopology.load(topology).check_world(num_processes, topology)
+        env["RLHF_NB_TOPOLOGY"] = str(Path(topology).absolute())
     told(f"{num_processes} processes ({strategy}) begin; what they print is in {folder / 'out.txt'}")
     own = machine == 0 and not run.holds_run()
     how = {"resume": resume, "overwrite": resume and overwrite}

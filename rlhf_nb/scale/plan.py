@@ -9,13 +9,17 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 from ..core import ConfigError
+from ..run.roles import ClusterTopology
 from ..strict import table_of
+from ..train.registry import Held
 from rlhf_nb.scale.topology import (
-    Budget, Job, DecoderShape, Split, forward_rows, predict_memory, roles_of, row_tokens, decoder_shape,
+    Budget, Job, DecoderShape, Split, forward_rows, head_memory, layer_activations, predict_memory, roles_of,
+    row_tokens, decoder_shape,
 )  # fmt: skip
 
 # %% auto #0
-__all__ = ['USABLE', 'MACHINE', 'ASSUMPTIONS', 'Plan', 'plan', 'smallest_group', 'sent_per_step', 'plans', 'plan_table']
+__all__ = ['USABLE', 'MACHINE', 'ASSUMPTIONS', 'Plan', 'plan', 'smallest_group', 'sent_per_step', 'plans', 'plan_table',
+           'placement_table']
 
 # %% ../../nbs/scale/plan.ipynb #a587bfae
 USABLE = 0.9
@@ -256,3 +260,58 @@ def plan_table(
             f"{smallest_group(shape, found):,} |"
         )
     return "\n".join([*lines, *(["", *commands] if commands else []), "", "Assumed: " + "; ".join(ASSUMPTIONS) + "."])
+
+# %% ../../nbs/scale/plan.ipynb #7a53c31f
+_OVERHEAD = 1.5 * 2**30  # of libraries and messages, as in `_ways`
+_APART: dict[str, Held] = {"reference": "reference", "reward": "reward model"}
+
+
+def placement_table(model: Any, job: Job, topology: ClusterTopology) -> str:
+    """What each group of a topology holds, computes and sends, as Markdown; `launch --topology` places it like this.
+
+    Args:
+        model: a Shape, a transformers config, a directory or a hub name.
+        job: method and batch.
+        topology: the file.
+
+    Raises:
+        ConfigError: a role without ranks, or ranks without a role.
+    """
+    shape, learn, groups = decoder_shape(model), topology.ranks("actor"), topology.groups()
+    apart = {role: held for role, held in _APART.items() if held in job.models and topology.ranks(role) != learn}
+    mine = dataclasses.replace(job, holds=tuple(held for held in job.models if held not in apart.values()))
+    topology.check_used([role for role in apart if topology.holders(role)])
+    budget = predict_memory(shape, mine, Split(len(learn), overhead=_OVERHEAD))
+    rows = math.ceil((job.rollout_batch or job.mini_batch) * job.sides / len(learn))
+    first, peak = next(group for group, ranks in groups.items() if ranks == learn), budget.peak / 2**30
+    lines = ["| ranks | roles | GiB by role, each rank | peak GiB | a step of each learning rank |"]
+    lines.append("|---|---|---|---:|---|")
+    lines.append(f"| {_said_ranks(learn)} | {first} | {_said_roles(budget.by_role())} | {peak:.2f} | |")
+    for group, ranks in groups.items():
+        if ranks == learn:
+            continue
+        sizes, asked = dict[str, float](), []
+        for role in [role for role in group.split("+") if role in apart]:
+            numbers = shape.total if role == "reference" else shape.decoder + shape.lora(job.lora or 0)
+            sizes[role] = numbers * (job.format.weight if role == "reference" and not job.lora else job.format.frozen)
+            sent = rows * (9 * job.prompt + 9 * job.completion + 8 + 4 * (job.completion if role == "reference" else 1))
+            link = topology.link(learn[0], ranks[0])
+            took = "" if link is None else f", {sent / link.gigabytes_per_s / 1e6 + 8 * link.latency_us / 1e3:.2f} ms"
+            asked.append(f"{role}: {sent / 2**20:.2f} MiB{took}")
+        tokens = max(job.token_budget, row_tokens(job, shape.hidden)[0])
+        logits = head_memory(shape, job, tokens) / 2
+        sizes["activations"] = tokens * layer_activations(shape, job) + logits  # of one layer at a time
+        sizes["overhead"], peak = _OVERHEAD, sum(sizes.values()) + _OVERHEAD
+        asks = "; ".join(asked)
+        lines.append(f"| {_said_ranks(ranks)} | {group} | {_said_roles(sizes)} | {peak / 2**30:.2f} | {asks} |")
+    return "\n".join(lines)
+
+
+def _said_ranks(ranks: Sequence[int]) -> str:
+    """Neighbouring ranks in words."""
+    return f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else str(ranks[0])
+
+
+def _said_roles(sizes: dict[str, float]) -> str:
+    """GiB by role, in words."""
+    return ", ".join(f"{role} {size / 2**30:.2f}" for role, size in sizes.items() if size)

@@ -17,7 +17,7 @@ from ..data.sources import collate_completions, collate_prompts
 from ..data.worlds import toy_presets
 from ..losses.distill import Divergence, distill_loss, divergence, keep_likeliest
 from ..models.load import disable_dropout, load_causal_lm, load_tokenizer
-from ..rollout.backends import Sampler, make_sampler
+from ..rollout.backends import OurSampler
 from ..rollout.sampler import earlier
 from ..run.callbacks import Callback
 from ..scoring.scores import completion_reads
@@ -131,7 +131,7 @@ class Distill(TextMethod):
         ends = [m.get_output_embeddings().weight.shape[0] for m in (model, teacher)]
         super().__init__(model, tokenizer, config, Student(model, config, min(ends)))
         self.teacher = disable_dropout(teacher).eval().requires_grad_(False)
-        self.sampler: Sampler = make_sampler(config.sampling)
+        self.sampler = OurSampler()
         self._length: dict[str, float] = {}
 
     def frozen_modules(self) -> list[nn.Module]:

@@ -91,13 +91,9 @@ def played(
     Raises:
         ConfigError: what only knows answers of one turn is on.
     """
-    wrong = {
-        "decoder": config.decoder != type(config.decoder)(),
-        "sampling.sampler=continuous": config.sampling.sampler == "continuous",
-    }  # fmt: skip
-    if name := next((k for k, on in wrong.items() if on), None):
+    if config.decoder != type(config.decoder)():
         raise ConfigError(
-            f"{name} knows only answers of one turn, and an environment or tools make several: leave one of them out."
+            "decoder knows only answers of one turn, and an environment or tools make several: leave one of them out."
         )
     own = getattr(model, "config", None)
     window = getattr(own.get_text_config() if own is not None else None, "max_position_embeddings", None)

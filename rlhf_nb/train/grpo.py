@@ -124,6 +124,7 @@ class GRPO(OnlineMethod):
         """Answers with advantages; dead groups are replaced by further prompts for up to `resample` rounds."""
         answers = self.rollout(batch, step)
         scored = self.score(answers)
+        tokens = int(host(scored.completion_mask).sum())
         r = self.noted(self.advantages(scored))
         drawn = iter(batch.further) if isinstance(batch, StepTicket) else None
         for again in range(1, self.config.resample + 1):
@@ -133,8 +134,11 @@ class GRPO(OnlineMethod):
                 more = self.more_prompts()
             if more is None:
                 break
-            fresh = self.leave_out_cut(self.advantages(self.score(self.rollout(more, step, again))))
-            r = self._replace(r, alive, fresh)
+            further = self.score(self.rollout(more, step, again))
+            tokens += int(host(further.completion_mask).sum())
+            r = self._replace(r, alive, self.leave_out_cut(self.advantages(further)))
+        if (live := int(self._alive(r).sum())) and self.config.resample:
+            self._collected["groups/tokens_per_live"] = tokens / live
         return r
 
     def draw_further(self, step: int, pull: Callable[[], PromptBatch | None]) -> None:

@@ -17,7 +17,7 @@ from ..models.adapters import Reference
 from ..models.load import disable_dropout, load_causal_lm, load_tokenizer, other_token
 from ..models.reference import MovingReference, cached_sums
 from ..run.callbacks import Callback
-from ..run.engine import Engine
+from ..run.engine import Engine, answers_only, placed
 from ..data.worlds import Row
 from .method import TextConfig, TextMethod, frozen_parts
 from .trainer import TextTrainer
@@ -105,7 +105,7 @@ def make_reference(config: OfflineConfig, model: Any, tokenizer: Any, needed: bo
         return Reference(load_causal_lm(where, precision, tokenizer=tokenizer), copy_model=False)
     if config.reference == "moving":
         return MovingReference(model, config.sync_every, config.sync_mixup)
-    return Reference(model)
+    return Reference(model, copy_model=not answers_only())
 
 
 def with_reference(
@@ -177,6 +177,11 @@ class OfflineMethod(TextMethod):
         """[2B], log-prob of each answer from those of its tokens [2B, C], which are 0 where the mask is."""
         return logps.sum(1)
 
+    def look_ahead(self, peek: Callable[[], Any]) -> None:
+        """A reference on other ranks is asked about the next rows while these are learnt from."""
+        if self.reference is not None and not self.config.data.streaming and (batch := peek()) is not None:
+            self.reference.begin(self.answers(batch), token_budget=self.config.token_budget)
+
     def collect(self, batch: Any, step: int) -> Any:
         """Ask the reference, unless it was asked before or isn't needed."""
         first, second = self.reference_columns
@@ -219,8 +224,11 @@ class OfflineTrainer(TextTrainer[_O]):
     ) -> OfflineMethod:
         """The method with its reference; dropout is off."""
         disable_dropout(model)
-        if reference is None:
-            reference = make_reference(config, model, tokenizer, config.needs_reference)
-        elif not isinstance(reference, Reference):
+        if reference is not None and not isinstance(reference, Reference):
             reference = Reference(reference, copy_model=False)
-        return self.method_class(model, tokenizer, config, reference)
+
+        def make() -> Reference | None:
+            return reference or make_reference(config, model, tokenizer, config.needs_reference)
+
+        own = config.reference in ("cached", "moving", "none") or not config.needs_reference
+        return self.method_class(model, tokenizer, config, make() if own else placed("reference", make))

@@ -28,12 +28,13 @@ from ..fast.support import unwrapped
 from ..losses.group import truncated_weights
 from ..losses.kl import kl_report
 from ..models.adapters import Reference
+from ..models.reference import MovingReference
 from .decoders import sampler_for
 from .environments import played, with_environment
 from .entries import from_entries, has_entries
 from ..models.load import disable_dropout, using_adapter
 from ..rewards.base import Rewards, RolloutScorer, apply_eos_penalty
-from ..rollout.backends import OurSampler, Request, Sampler, make_sampler, needs_scoring, sampling_metrics
+from ..rollout.backends import OurSampler, Request, Sampler, needs_scoring, sampling_metrics
 from ..rollout.episodes import EpisodeConfig, Kind, episode_metrics
 from ..rollout.sampler import earlier, eos_ids, eval_mode
 from ..rollout.service import Rollouts, Scored, StepTicket, future_of, staleness
@@ -41,7 +42,7 @@ from ..rollout.workers import Drawn, Workers
 from ..run.callbacks import BudgetStop, Callback
 from ..run.checkpoint import split_state
 from ..run.control import Control, setting
-from ..run.engine import Engine
+from ..run.engine import Engine, answers_only, placed
 from ..scoring.check import self_check
 from ..data.worlds import Row
 from .method import TextMethod, frozen_parts
@@ -241,13 +242,13 @@ class OnlineMethod(TextMethod):
         self.group, self.kl = config.num_generations, config.kl_controller() if isinstance(config, KLPrice) else None
         place: dict[str, Any] = {"device": config.device, "trust_remote_code": config.model.trust_remote_code}
         how, plain = (config.decoder, rewards, self.name, self.imitates), config.decoder == PLAIN_DECODER
-        self.sampler: Sampler = make_sampler(config.sampling) if plain else sampler_for(*how, **place)
+        self.sampler: Sampler = OurSampler() if plain else sampler_for(*how, **place)
         self.episodes = None if environment is None else played(self.sampler, environment, model, tokenizer, config)
         self.sampler = self.episodes or self.sampler
         self._collected: dict[str, float] = {}
         self._samples: list[dict[str, Any]] = []
         self._warned = False
-        self.draws = "transformers" if config.sampling.sampler == "continuous" else "ours"
+        self.draws = "ours"
         if (vllm := config.rollouts.vllm) is not None:
             from rlhf_nb.rollout.vllm import Vllm
 
@@ -332,12 +333,17 @@ class OnlineMethod(TextMethod):
         stale = self.ticket is not None and self.ticket.version < self.ticket.number
         older = stale and cfg.old_logps == "auto" and not (again or self.imitates)  # the clip bounds this step only
         begun = time.monotonic()
+        if self.reference is not None and not (stale and self.rollouts.workers is None):  # else it was asked when drawn
+            self.reference.begin(r, **self.asked_how())
         r.old_logps, r.values = self.old_logps_and_values(r, again or older)
         self._older = older * (time.monotonic() - begun)
         if self.reference is not None:
-            temperature, budget = cfg.sampling.temperature, cfg.token_budget
-            r.ref_logps = self.reference.logps(r, temperature=temperature, token_budget=budget)
+            r.ref_logps = self.reference.logps(r, **self.asked_how())
         return r
+
+    def asked_how(self) -> dict[str, Any]:
+        """With which settings the reference is asked."""
+        return {"temperature": self.config.sampling.temperature, "token_budget": self.config.token_budget}
 
     @cached_property
     def rollouts(self) -> Rollouts:
@@ -404,6 +410,8 @@ class OnlineMethod(TextMethod):
         workers, seed = self.rollouts.workers, self.seed_of(again)
         if workers is None:
             drawing = future_of(Drawn(self.answers(prompts, number, seed=seed)))
+            if self.reference is not None and step < number:
+                self.reference.begin(drawing.result().rollout, **self.asked_how())
         else:
             prompts.before = self.engine.repeats(prompts.uid)
             workers.publish(step)
@@ -643,7 +651,6 @@ def check_workers(method: OnlineMethod) -> None:
         f"the policy is on {engine.device}, and they compute on CPUs": engine.device.type != "cpu" and key != "vllm",
         "actors of Ray have no GPU for it: vLLM draws in a process of this machine": bool(key == "vllm" and how.ray),
         "each process that learns holds only a part of the weights": getattr(engine.strategy, "cuts_weights", False),
-        "sampling.sampler=continuous has threads of its own": cfg.sampling.sampler == "continuous",
         "decoder draws in more ways than one": cfg.decoder != PLAIN_DECODER,
         method.draws_besides: bool(method.draws_besides),
     }  # fmt: skip
@@ -795,8 +802,10 @@ class OnlineTrainer(TextTrainer[_O]):
         rewards = as_rewards(parts.pop("reward"), config, parts.pop("logged"), parts.get("environment"))
         reference = parts.pop("reference")
         priced = isinstance(config, KLPrice) and config.kl_coef > 0
-        if reference is None and (priced or self.method_class.keeps_reference):
-            reference = Reference(model)
+        keeps = reference is not None or priced or self.method_class.keeps_reference
+        if keeps and not isinstance(reference, MovingReference):
+            given = reference
+            reference = placed("reference", lambda: given or Reference(model, copy_model=not answers_only()))
         return self.method_class(model, tokenizer, rewards, config, reference, **parts)
 
     def prompts(self, n: int | None = None) -> PromptBatch:

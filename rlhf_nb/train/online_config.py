@@ -19,6 +19,7 @@ from ..rewards.base import RewardModelFn, Rewards
 from ..rollout.episodes import EnvironmentReward, EpisodeConfig, Kind
 from ..rollout.service import RolloutsConfig
 from ..run.control import Control
+from ..run.engine import placed
 from .entries import from_entries, load_models
 from .method import TextConfig
 from .watched import RewardPart, entries_as_rewards, with_watched
@@ -179,7 +180,8 @@ def as_rewards(
     pays = environment is not None and any(kind.pays for kind in environment.values())
     reward = EnvironmentReward() if reward is None and pays else reward
     if isinstance(reward, RewardModel):
-        reward = RewardModelFn(reward, token_budget=config.token_budget)
+        scorer = reward
+        reward = RewardModelFn(placed("reward", lambda: scorer), token_budget=config.token_budget)
     if isinstance(reward, Rewards) and config.reward_weights:
         raise ConfigError(
             f"reward_weights is {config.reward_weights}, but the rewards come with weights of their own: leave it out, "

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -21,6 +22,7 @@ from ..models.adapters import PolicyValue, Reference, hydra, separate, shared
 from ..models.heads import RewardModel, ValueModel
 from ..rewards.base import Rewards, RunningNormalizer
 from ..rollout.episodes import Kind
+from ..run.engine import answers_only, placed
 from .registry import register
 from .words import takes_trl
 from ..data.worlds import Row
@@ -269,6 +271,9 @@ class PPOTrainer(OnlineTrainer[PPOConfig]):
         """Policy and critic as one module, with rewards and reference."""
         reward, logged = parts["reward"], parts["logged"]
         given, reference = self.value_model, parts["reference"]
+        if config.critic != "hydra":  # whose reference is the policy's own backbone
+            own = partial(Reference, model, copy_model=not answers_only())
+            reference = placed("reference", own if reference is None else lambda: parts["reference"])
         net = build_net(model, config, reward, reference) if given is None else separate(model, given, reference)
         if isinstance(reward, RewardModel) and config.critic == "hydra":
             reward = net.reward  # an adapter of the policy's backbone

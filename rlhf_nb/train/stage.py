@@ -35,16 +35,16 @@ JobConfig: TypeAlias = TrainConfig | RLAIFConfig  # of any method of the registr
 
 
 def make_trainer(config: JobConfig) -> Any:
-    """The trainer of a config; where a world says what answers are really worth, it watches that, too.
+    """The trainer of a config; where a world says what answers to its prompts are really worth, it watches that, too.
 
     Args:
         config: of any method of the registry.
     """
     method = of(config)
-    gold = gold_of(config.data.path) if isinstance(config, OnlineConfig) and config.reward != "gold" else None
-    if gold is None:
-        return method.trainer(config)
-    return method.trainer(config, logged={"gold": gold})
+    gold = None
+    if isinstance(config, OnlineConfig) and config.reward != "gold" and config.episodes.environment is None:
+        gold = gold_of(config.data.path)
+    return method.trainer(config, logged={"gold": gold}) if gold else method.trainer(config)
 
 # %% ../../nbs/train/stage.ipynb #61a982b3
 def write_json(path: str | Path, value: Any, sync: bool = True) -> None:

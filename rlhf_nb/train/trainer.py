@@ -206,7 +206,7 @@ class TextTrainer(Trainer, _OfConfig[_T]):
         """The rows that were passed, or those of `config.data`; left unread where they are streamed."""
         data = config.data
         if rows is not None:
-            if data.columns or data.shape or data.attributes:
+            if data.columns or data.shape:
                 rows = list(in_kind(renamed(rows, data.columns), self.kind, reading_of(data, config.seed)))
             return _Given(False, [(rows, [])], eval_rows or [])
         if data.streaming and world_of(data.path) is None:

@@ -1,0 +1,229 @@
+"""Frozen models on their own ranks: the numbers of one group, transfers counted, overlap, ranks that die, files that can't be."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from process_cases import dpo, run_ranks
+from safetensors.torch import load_file
+from test_launch import case_on_ranks, lines, pids, when
+
+from rlhf_nb.core import ConfigError, Precision, RunError
+from rlhf_nb.data import toy
+from rlhf_nb.models.adapters import Reference
+from rlhf_nb.run.roles import ClusterTopology, Roles
+from rlhf_nb.scale.launch import launch
+from rlhf_nb.types import Completions
+
+FP32 = Precision(torch.device("cpu"), torch.float32, torch.float32, torch.float32, False, "")
+
+
+def topology(folder: Path, learn: int, frozen: int, host: str | None = None) -> str:
+    """A file for so many learning and frozen ranks."""
+    folder.mkdir(parents=True, exist_ok=True)
+    groups = {"actor+critic": [f"0-{learn - 1}"], "reference+reward": [f"{learn}-{learn + frozen - 1}"]}
+    path = folder / "cluster_topology.yaml"
+    node = {"name": "here", "devices": learn + frozen, "host": host}
+    path.write_text(yaml.safe_dump({"nodes": [node], "links": [], "placement": groups}))
+    return str(path)
+
+
+def events(folder: Path) -> list[dict[str, Any]]:
+    """The steps of a run's log."""
+    read = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [e for e in read if e["type"] == "step"]
+
+
+def same(one: Path, other: Path) -> None:
+    """Losses, norms and weights are the same bits."""
+    assert (one / "steps.json").read_text() == (other / "steps.json").read_text()
+    a, b = (load_file(x / "weights.safetensors") for x in (one, other))
+    assert a.keys() == b.keys() and all(a[k].equal(b[k]) for k in a)
+
+
+@pytest.mark.slow  # 30 CPU seconds each
+@pytest.mark.parametrize("case", ["dpo", "dpo_lora", "kto", "grpo", "lagged", "ppo"])
+@pytest.mark.parametrize(("learn", "frozen"), [(2, 2), (3, 1)])
+def test_apart_is_together(case: str, learn: int, frozen: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: dict[str, Any] = {} if learn == 2 else {"mini_batch_size": 12}
+    if learn == 3 and case in ("grpo", "lagged", "ppo"):
+        sizes["rollout_batch_size"] = 24
+    run_ranks(case, tmp_path / "together", learn, **sizes)
+    monkeypatch.setenv("RLHF_NB_TOPOLOGY", topology(tmp_path, learn, frozen))
+    run_ranks(case, tmp_path / "apart", learn + frozen, **sizes)
+    same(tmp_path / "together", tmp_path / "apart")
+    told = events(tmp_path / "apart")
+    assert len(told) == 10 and all(e["perf/transfer_mb"] > 0 for e in told)
+    asked = 16 if case == "ppo" else 8  # a header and five tensors there, a header and the answer back; of each model
+    if case in ("dpo", "dpo_lora", "kto"):  # two questions before the first update, none before the last
+        assert [e["perf/transfers"] for e in told] == [14, *[8] * 8, 2]
+    elif case != "lagged":
+        assert [e["perf/transfers"] for e in told] == [asked] * 10
+
+
+def both(frozen_rank: Callable[[Roles], None], learner: Callable[[Roles], None]) -> None:
+    """Two threads play a learning and a frozen rank."""
+    store = torch.distributed.HashStore()
+    pair = ClusterTopology(nodes=[{"devices": 2}], links=[], placement={"actor": [0], "reference": [1]})
+    wrong: list[BaseException] = []
+
+    def other() -> None:
+        try:
+            frozen_rank(Roles(pair, store, 1, 2))
+        except BaseException as error:
+            wrong.append(error)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    learner(Roles(pair, store, 0, 2))
+    thread.join()
+    assert not wrong
+
+
+def test_messages_are_typed_and_counted_and_faults_are_told() -> None:
+    reference = Reference(toy.build_model(0))
+    c = Completions.from_lists([[5, 6, 7], [8, 9]], [[10, 11], [12, 13, 14]])
+    bad = Completions.from_lists([[5, 6]], [[10**6]])  # no such token
+
+    def frozen_rank(roles: Roles) -> None:
+        roles.place("reference", lambda: reference)
+        roles.serve(FP32)
+
+    def learner(roles: Roles) -> None:
+        remote: Any = roles.place("reference", lambda: reference)
+        with pytest.raises(RunError, match=r"inside fit\(\) only"):
+            remote.logps(c)
+        with roles.asking(FP32):
+            remote.begin(c, temperature=0.7)
+            remote.begin(c)
+            assert torch.equal(remote.logps(c), reference.logps(c))
+            assert torch.equal(remote.logps(c, temperature=0.7), reference.logps(c, temperature=0.7))
+            found = roles.wire.report()
+            there, back = 32 * 8 + 9 * (c.prompt_ids.numel() + c.completion_ids.numel()) + 8 * 2, 3 * 8 + 4 * 6
+            assert found["perf/transfers"] == 2 * (1 + 5 + 2) and found["perf/transfer_mb"] * 2**20 == 2 * (
+                there + back
+            )
+            with pytest.raises(RunError, match="rank 1 could not answer: DataError"):
+                remote.logps(bad)
+            assert torch.equal(remote.logps(c), reference.logps(c))  # it goes on
+            remote.begin(c)  # and is never asked for: drained
+
+    both(frozen_rank, learner)
+
+
+def test_formats_that_differ_are_refused() -> None:
+    def frozen_rank(roles: Roles) -> None:
+        roles.place("reference", lambda: None)
+        with pytest.raises(ConfigError, match="rank 0 computes in float32 and rank 1 in bfloat16"):
+            roles.serve(FP32._replace(compute_dtype=torch.bfloat16))
+
+    def learner(roles: Roles) -> None:
+        roles.place("reference", lambda: None)
+        with pytest.raises(ConfigError, match="set precision=fp32"), roles.asking(FP32):
+            raise AssertionError
+
+    both(frozen_rank, learner)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"placement": {"actor": ["0-2"], "reference": ["2-3"]}}, "rank 2 to actor and to reference"),
+        ({"placement": {"actor": ["0-1"], "reference": ["2-9"]}}, "nodes have devices for 0-3"),
+        ({"placement": {"actor": ["2-3"], "reference": ["0-1"]}}, "the first ranks learn"),
+        ({"placement": {"actor": ["0-1"], "critic": ["2-3"]}}, "write actor"),
+        ({"placement": {"actor": ["0-1"], "refrence": ["2-3"]}}, "role 'refrence'"),
+        ({"placement": {"actor": ["0-1"], "reference": ["3-2"]}}, "are no ranks"),
+        ({"placement": {"actor": ["0-2"]}}, "leaves out rank 3"),
+        ({"links": [{"between": ["here", "here"], "gigabytes_per_s": 0.0}]}, "has no bandwidth"),
+        ({"links": [{"between": ["here", "there"], "gigabytes_per_s": 1.0}]}, "a node 'there'"),
+    ],
+)  # fmt: skip
+def test_files_that_cannot_be(changes: dict[str, Any], words: str) -> None:
+    usual = {"nodes": [{"name": "here", "devices": 4}], "links": []}
+    with pytest.raises(ConfigError, match=words):
+        ClusterTopology(**usual | changes)
+
+
+@pytest.mark.parametrize(
+    ("case", "host", "over", "words"),
+    [
+        ("sft", None, {}, "this run keeps no such frozen model"),
+        ("tr_dpo", None, {}, "this run keeps no such frozen model"),
+        ("dpo", "elsewhere", {}, "rank 0 came up on host"),
+    ],
+)
+def test_what_came_up_is_compared(
+    case: str, host: str | None, over: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLHF_NB_TOPOLOGY", topology(tmp_path, 1, 1, host))
+    with pytest.raises(AssertionError, match=words):
+        run_ranks(case, tmp_path / "run", 2, steps=1, **over)
+    assert not (tmp_path / "run" / "steps.json").exists()
+
+
+def test_another_number_of_processes_is_refused(tmp_path: Path) -> None:
+    path = topology(tmp_path, 2, 2)
+    with pytest.raises(ConfigError, match=r"has 4 devices, but 3 process\(es\) come up"):
+        launch(case_on_ranks, num_processes=3, run_dir=tmp_path / "run", device="cpu", topology=path)
+
+
+@pytest.mark.slow  # 60 CPU seconds
+@pytest.mark.parametrize("rank", [1, 3])
+def test_a_rank_that_dies_is_named_and_the_run_goes_on(rank: int, tmp_path: Path) -> None:
+    how: dict[str, Any] = {"num_processes": 4, "device": "cpu", "topology": topology(tmp_path, 2, 2), "say": None}
+    over = {"steps": 24, "save_every": 2}
+    launch(case_on_ranks, "dpo", str(tmp_path / "straight"), run_dir=tmp_path / "straight", **how, **over)
+    run = tmp_path / "killed"
+    killer = when(lambda: lines(run) >= 4, lambda: os.kill(pids(run)[rank], signal.SIGKILL))
+    with pytest.raises(RunError) as told:
+        launch(case_on_ranks, "dpo", str(run), run_dir=run, restarts=0, **how, **over)
+    killer.join()
+    first = str(told.value).strip().splitlines()[0]
+    assert f"rank {rank}" in first and ("was killed" in first or "has ended" in first)
+    assert 4 <= lines(run) < 24
+    launch(case_on_ranks, "dpo", str(run), run_dir=run, **how, **over)
+    a, b = (load_file(tmp_path / x / "weights.safetensors") for x in ("straight", "killed"))
+    assert all(a[k].equal(b[k]) for k in a)
+    keep = ("step", "loss", "grad_norm")
+    numbers = [{k: e[k] for k in keep} for e in events(tmp_path / "straight")]
+    assert numbers == [{k: e[k] for k in keep} for e in events(run)]
+
+
+def timed(root: str) -> None:
+    """Two runs of a rank, one that looks ahead and one that doesn't; the reference and the update each take a second."""
+    asked = Reference.logps
+
+    def slow(self: Reference, *args: Any, **options: Any) -> Any:
+        time.sleep(1.0)
+        return asked(self, *args, **options)
+
+    Reference.logps = slow  # type: ignore[method-assign]
+    for name in ("ahead", "in_turn"):
+        trainer = dpo(steps=8, token_budget=4096, output_dir=str(Path(root) / name))
+        learnt = trainer.method.loss
+        trainer.method.loss = lambda micro, learnt=learnt: (time.sleep(1.0), learnt(micro))[1]
+        if name == "in_turn":
+            trainer.method.look_ahead = lambda peek: None
+        trainer.fit()
+
+
+@pytest.mark.slow  # 40 seconds, most of them asleep
+def test_a_slow_reference_overlaps_with_learning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLHF_NB_TOPOLOGY", topology(tmp_path, 2, 2))
+    run_ranks("test_roles:timed", tmp_path / "run", 4)
+    seconds = {n: [e["perf/step_s"] for e in events(tmp_path / "run" / n)][1:-1] for n in ("ahead", "in_turn")}
+    ratio = statistics.median(seconds["in_turn"]) / statistics.median(seconds["ahead"])
+    print(f"in turn / ahead: {ratio:.2f}", seconds)
+    assert ratio >= 1.4
