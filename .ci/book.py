@@ -325,6 +325,20 @@ def docstring(text: str | None) -> str:
     return "\n".join(out)
 
 
+def raised(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    """The errors that a function's own code raises and its docstring doesn't name, with the beginning of their sentence."""
+    said, found = ast.get_docstring(node) or "", dict[str, str]()
+    calls = [n.exc for n in ast.walk(node) if isinstance(n, ast.Raise) and isinstance(n.exc, ast.Call)]
+    for call in calls:
+        kind = ast.unparse(call.func)
+        if kind.endswith("Error") and kind not in said and call.args:
+            words = call.args[0].values if isinstance(call.args[0], ast.JoinedStr) else [call.args[0]]
+            text = "".join(str(w.value) if isinstance(w, ast.Constant) else "…" for w in words)
+            found.setdefault(kind, textwrap.shorten(text, 160, placeholder=" …"))
+    lines = [f"- `{kind}`: {escaped(text)}" for kind, text in found.items() if kind != "NotImplementedError"]
+    return "\n".join([f"**{'Also raises' if 'Raises:' in said else 'Raises'}**", "", *lines]) if lines else ""
+
+
 def signature(node: ast.AST) -> str:
     """The head of a function or class, as it is written."""
     if isinstance(node, ast.ClassDef):
@@ -365,12 +379,14 @@ def described(module: str, tree: ast.Module) -> Iterator[tuple[str, str]]:
         if isinstance(node, kinds) and node.name in names:
             names.discard(node.name)
             parts = [fenced(signature(node), "python"), docstring(ast.get_docstring(node))]
+            parts += [] if isinstance(node, ast.ClassDef) else [raised(node)]
             if isinstance(node, ast.ClassDef):
                 for inner in node.body:
                     said = ast.get_docstring(inner) if isinstance(inner, kinds) else None
                     if said and isinstance(inner, kinds) and not inner.name.startswith("_"):
                         parts += [fenced(signature(inner), "python"), docstring(said)]
-            yield node.name, "\n\n".join(parts)
+                        parts += [] if isinstance(inner, ast.ClassDef) else [raised(inner)]
+            yield node.name, "\n\n".join(part for part in parts if part)
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             for target in (inner for whole in targets for inner in ast.walk(whole)):

@@ -1,4 +1,4 @@
-"""Diseases planted in made-up curves of a run, and healthy runs of eight shapes: which light says so, and which cries wolf.
+"""Diseases planted in made-up curves of a run, and healthy runs of nine shapes: which light says so, and which cries wolf.
 
 `python tests/test_lights.py` prints the table of docs/evaluate.md. The curves are made up: what lights say of bugs in real runs is in docs/dojo.md.
 """
@@ -42,6 +42,7 @@ def online(
         "objective/non_score_reward": noisy(-0.05 * kl, 0.005), "policy/entropy_avg": noisy(1.6 - 0.5 * T / N, 0.05),
         "completions/mean_length": noisy(20 + 4 * np.sin(T / 40), 1.0), "completions/clipped_ratio": (T, rng.binomial(256, 0.01, N) / 256),
         "policy/clipfrac_avg": (T, rng.beta(3, 40, N)), "loss": noisy(0 * T, 0.05), "rollout/effective_share": (T, rng.beta(60, 15, N)),
+        "objective/scores_length_corr": noisy(0.05 + 0 * T, 0.1),
         "completions/ends_lost": (T, rng.binomial(250, 0.002, N) / 250), "groups/noise": (T, rng.beta(4, 16, N)),  # a judge
         "rollout/lag": (T, np.ones(N)), "perf/step_s": (T, rng.gamma(40, 0.1, N)), "perf/stall_s": (T, rng.gamma(2, 0.05, N)),
     }  # fmt: skip
@@ -87,10 +88,19 @@ def judged(rng: np.random.Generator, best: float = 0.78) -> Known:
     }
 
 
+def pays_for_length(rng: np.random.Generator, gain: float) -> Known:
+    """Longer answers get better scores, and answers grow by half; gold says whether that is right (`gain` 1) or not (0)."""
+    known = planted(online(rng), completions__mean_length=(T, 20 + 10 * (1 - np.exp(-T / 50)) + rng.normal(0, 1, N)))
+    at = known["eval/gold"][0]
+    gold = 1.2 * gain * (1 - np.exp(-at / 50)) + rng.normal(0, 0.08, len(at))
+    return planted(known, objective__scores_length_corr=(T, rng.normal(0.5, 0.1, N)), eval__gold=(at, gold))
+
+
 HEALTHY: dict[str, Callable[[np.random.Generator], Known]] = {
     "PPO": online, "GRPO": lambda rng: online(rng, critic=False), "PPO, KL at half its budget": lambda rng: online(rng, price=0.5),
     "GRPO that learns nothing": lambda rng: online(rng, critic=False, gain=0.0),
     "PPO, noise with a memory of 0.3": lambda rng: online(rng, memory=0.3),
+    "PPO whose better answers are longer, by gold too": lambda rng: pays_for_length(rng, gain=1.0),
     "DPO": offline, "SFT": lambda rng: offline(rng, pairs=False),
     "reward model": judged,
 }  # fmt: skip
@@ -127,6 +137,7 @@ DISEASES: dict[str, tuple[str, Callable[[np.random.Generator], Known]]] = {  # w
     "nine groups of ten are dead": ("groups", lambda rng: planted(online(rng, critic=False), frac_reward_zero_std=(T, rng.binomial(64, 0.9, N) / 64))),
     "the reward pays for length: answers swell to four times": (
         "length", lambda rng: planted(online(rng), completions__mean_length=(T, 20 + 60 * late(T) + rng.normal(0, 2, N)))),
+    "the reward pays for length: answers grow by half, and gold doesn't": ("length", lambda rng: pays_for_length(rng, 0.0)),
     "the learning rate is too high: the loss rises again": ("learning", lambda rng: planted(offline(rng, False), loss=(T, 0.3 + 0.4 * np.exp(-T / 20) + 1.5 * late(T) + rng.normal(0, 0.05, N)))),
     "rows are learnt by heart": ("held out", lambda rng: planted(offline(rng), eval__loss=(T[9::10], 0.5 + 0.5 * late(T[9::10]) + rng.normal(0, 0.01, N // 10)))),
     "a reward model knows less than a bag of words": ("baselines", lambda rng: judged(rng, 0.5)),
@@ -178,6 +189,28 @@ def test_the_button_beside_a_light_does_what_its_sentence_says(disease: str) -> 
             assert remedy(found, reader) is None or (light == "KL left" and not controls)
 
 
+def test_length_is_no_bias_where_a_program_gives_the_reward_or_gold_agrees() -> None:
+    known = pays_for_length(np.random.default_rng(0), 0.0)
+    (told,) = (x for x in health(known, CONFIG) if x.name == "length")
+    assert told.state == "watch" and "correlation 0.5" in told.text
+    for config in ({"reward": "gold"}, {"rewards": [{"verify": "math"}]}):
+        assert [x.state for x in health(known, config) if x.name == "length"] == ["ok"]
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_price_of_zero_is_not_doubled(kept: bool) -> None:
+    """From 0 the button sets a number; where no reference is kept there is none, and the sentence says what to do instead."""
+    known = over_optimised(np.random.default_rng(0))
+    if not kept:
+        known = {k: v for k, v in known.items() if "kl" not in k}
+    able = {"kl_coef": {"value": 0.0, "low": 0.0, "high": 10.0}} if kept else {}
+    reader: Any = SimpleNamespace(status=SimpleNamespace(state="running"), others=[], controls=able)
+    for light in (x for x in health(known, {"reward": "proxy", "kl_coef": 0.0}) if x.name in ("reward", "KL")):
+        asked = remedy(light, reader)
+        assert "Set kl_coef=0.05" in light.text and ("keeps no reference" in light.text) == (not kept), light
+        assert asked["value"] == 0.05 if asked else not kept
+
+
 def test_each_light_has_its_disease() -> None:
     assert {light for light, _ in DISEASES.values()} == CHECKS.keys()
 
@@ -197,7 +230,7 @@ def false_alarms(runs: int = 40) -> dict[str, list[set[str]]]:
 @pytest.mark.slow
 def test_healthy_runs_raise_few_alarms() -> None:
     found = [said for runs in false_alarms().values() for said in runs]
-    assert len(found) == 320 and sum(map(bool, found)) <= 6, [said for said in found if said]
+    assert len(found) == 360 and sum(map(bool, found)) <= 7, [said for said in found if said]
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ FLAT = {  # a metric that every light of the dashboard looks at, and the noise o
     "completions/clipped_ratio": (0.01, 0.003), "policy/clipfrac_avg": (0.1, 0.02), "loss": (1.0, 0.1), "perf/stall_s": (0.01, 0.001), "perf/step_s": (0.2, 0.01),
     "eval/loss": (1.0, 0.02), "rewards/chosen": (-0.5, 0.2), "rewards/margins": (1.0, 0.2), "logps/chosen": (-90.0, 3.0),
     "rollout/effective_share": (0.9, 0.05), "rollout/lag": (2.0, 0.0),
-    "completions/ends_lost": (0.01, 0.003), "groups/noise": (0.1, 0.03), "eval/accuracy": (0.7, 0.02), "eval/words_accuracy": (0.68, 0.0), "eval/leaked": (0.0, 0.0),
+    "objective/scores_length_corr": (0.4, 0.1), "completions/ends_lost": (0.01, 0.003), "groups/noise": (0.1, 0.03), "eval/accuracy": (0.7, 0.02), "eval/words_accuracy": (0.68, 0.0), "eval/leaked": (0.0, 0.0),
 }  # fmt: skip
 
 

@@ -57,6 +57,23 @@ def test_every_public_name_is_described(pages: Path) -> None:
     assert len(exported) > 1000 and not lost, sorted(lost)
 
 
+def test_errors_that_a_public_function_raises_are_named(pages: Path) -> None:
+    """By its docstring, or gathered from its code; each module's part links its source."""
+    text = "\n".join(p.read_text(encoding="utf-8") for p in (pages / "api").glob("*.md"))
+    parts, lost, count = re.split(r"^## ([\w.]+)\n", text, flags=re.M)[1:], [], 0
+    for module, part in zip(parts[::2], parts[1::2], strict=True):
+        assert part.startswith("\nSource and explanation: ["), module
+        tree = book.ast.parse((ROOT / "rlhf_nb" / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
+        entries = re.split(r"^### (\S+)\n", part, flags=re.M)
+        named = dict(zip((e.replace("\\_", "_") for e in entries[1::2]), entries[2::2], strict=True))
+        for node in (n for n in tree.body if isinstance(n, book.ast.FunctionDef) and n.name in named):
+            raises = {r.exc.func.id for r in book.ast.walk(node) if isinstance(r, book.ast.Raise) and hasattr(getattr(r.exc, "func", None), "id")}  # fmt: skip
+            kinds = {k for k in raises if k.endswith("Error") and k != "NotImplementedError"}
+            count += len(kinds)
+            lost += [f"{module}.{node.name}: {k}" for k in kinds if k not in named[node.name]]
+    assert count > 300 and not lost, (count, lost)
+
+
 def test_papers_that_are_cited_have_their_line() -> None:
     known, cited = book.references(), book.cited()
     assert set(known) == set(cited) and len(cited) > 100

@@ -58,11 +58,28 @@ def _way_back(saved: Any, worth: Callable[[float], float]) -> str:
     return "" if best is None else f", or go back to the checkpoint of step {best:,}"
 
 
-def _fallen(known: Known) -> tuple[Floats, Floats, Fall | None]:
-    """Steps, values and clearest fall of gold."""
+_FIRM = ("verify", "fn", "file")  # rewards that a program computes
+
+
+def _learnt(config: Mapping[str, Any]) -> bool:
+    """Whether a reward of the run can be fooled."""
+    entries = config.get("rewards") or []
+    return any(not any(e.get(k) for k in _FIRM) for e in entries) or (config.get("reward") or "gold") != "gold"
+
+
+def _dearer(known: Known, config: Mapping[str, Any]) -> str:
+    """How to raise the price of drift: from 0 there is nothing to double, and perhaps no reference."""
+    if config.get("kl_coef") != 0:
+        return "Raise kl_coef"
+    elsewhere = "" if "objective/kl" in known else " in a fork or a new run (this one keeps no reference)"
+    return f"Set kl_coef=0.05 or more{elsewhere}"
+
+
+def _fallen(known: Known, sign: float = 1.0) -> tuple[Floats, Floats, Fall | None]:
+    """Steps, values and clearest fall of gold (with sign -1: rise)."""
     name, at, gold = _first(known, "eval/gold", "rewards/gold", "gold", least=3)
     _, when, errors = _first(known, f"{name}_stderr", least=1)
-    return at, gold, fall(gold, np.interp(at, when, errors) if len(when) else None)
+    return at, gold, fall(sign * gold, np.interp(at, when, errors) if len(when) else None)
 
 
 def fallen(known: Known) -> bool:
@@ -99,20 +116,15 @@ def _gold(known: Known, config: Mapping[str, Any]) -> Concern:
     if rose <= 0:
         return "watch", f"{text}, and the reward with it: lower lr; in code of your own, look for a sign"
     back = _way_back(config.get("checkpoints"), lambda step: float(gold[np.abs(at - step).argsort()[:5]].mean()))
-    return "bad", f"{text}, while the reward rose: the policy exploits the reward. Raise kl_coef{back}"
+    return "bad", f"{text}, while the reward rose: the policy exploits the reward. {_dearer(known, config)}{back}"
 
 # %% ../../nbs/run/health.ipynb #ce308646
-_FIRM = ("verify", "fn", "file")  # rewards that a program computes
-
-
-def _unheld(config: Mapping[str, Any], drift: str) -> Concern:
+def _unheld(known: Known, config: Mapping[str, Any], drift: str) -> Concern:
     """What to say of a run in which drift costs nothing."""
-    entries = config.get("rewards") or []
-    learnt = any(not any(e.get(k) for k in _FIRM) for e in entries) or (config.get("reward") or "gold") != "gold"
     text = f"drift costs nothing (kl_coef is 0) and {drift}"
-    if not learnt:
+    if not _learnt(config):
         return "off", f"{text}: fit for a reward that can't be fooled"
-    return "bad", f"{text}: a learnt reward is exploited sooner or later. Set kl_coef=0.05 or more"
+    return "bad", f"{text}: a learnt reward is exploited sooner or later. {_dearer(known, config)}"
 
 
 def _kl(known: Known, config: Mapping[str, Any]) -> Concern:
@@ -121,7 +133,7 @@ def _kl(known: Known, config: Mapping[str, Any]) -> Concern:
     now, budget, target = recent(kl), config.get("kl_budget"), config.get("kl_target")
     limit = budget or (1.5 * target if target else None)
     if limit is None and config.get("kl_coef") == 0 and len(_first(known, "reward", "objective/scores")[1]):
-        return _unheld(config, f"is {now:.3g} nats per answer" if len(kl) else "isn't measured")
+        return _unheld(known, config, f"is {now:.3g} nats per answer" if len(kl) else "isn't measured")
     if not len(kl):
         return None
     if now > 0.05 and recent(_first(known, "objective/non_score_reward")[2]) > 0:
@@ -131,7 +143,7 @@ def _kl(known: Known, config: Mapping[str, Any]) -> Concern:
         return "off", f"{now:.3g} nats per answer; no budget is set (kl_budget)"
     text = f"{now:.3g} nats per answer of {limit:.3g} allowed"
     if now > limit:
-        return "bad", f"{text}: what the reward says out there is not to be trusted. Raise kl_coef, or stop"
+        return "bad", f"{text}: what the reward says out there is not to be trusted. {_dearer(known, config)}, or stop"
     return "watch" if now > 0.8 * limit else "ok", text
 
 
@@ -251,6 +263,8 @@ def _length(known: Known, config: Mapping[str, Any]) -> Concern:
     _, at, length = _first(known, "completions/mean_length", least=6)
     if not len(length):
         return None
+    paid, (_, gold, rose) = recent(_first(known, "objective/scores_length_corr")[2], 0.5), _fallen(known, -1.0)
+    worth = len(gold) > 0 and (rose is None or rose.clear)  # the better answers may be longer
     for sign, word, advice in (
         (-1, "shrank", "the reward pays for brevity, or for ending at once: read samples, let the reward ask for more"),
         (1, "swelled", "the reward may pay for length alone: read samples, compare at equal length"),
@@ -260,9 +274,12 @@ def _length(known: Known, config: Mapping[str, Any]) -> Concern:
             continue
         then, now = -sign * found.high, -sign * found.now
         then, now = (then, min(now, recent(length))) if sign < 0 else (then, max(now, recent(length)))
+        span = f"steps {at[found.begin]:,.0f} to {at[found.end - 1]:,.0f}"
+        text = f"answers {word} from {then:.3g} ({span}) to {now:.3g} tokens"
+        if paid > 0.3 and now > 1.25 * then and _learnt(config) and not worth:
+            advice = "compare scores at equal length, or take what length pays out of the reward"
+            return "watch", f"{text}, and longer ones get better scores (correlation {paid:.2f}): {advice}"
         if max(then, now) > 2 * min(then, now):
-            span = f"steps {at[found.begin]:,.0f} to {at[found.end - 1]:,.0f}"
-            text = f"answers {word} from {then:.3g} ({span}) to {now:.3g} tokens"
             return "bad" if sign < 0 and then > 4 * now else "watch", f"{text}: {advice}"
     return "ok", f"{recent(length):.3g} tokens"
 
@@ -395,8 +412,7 @@ def _saved(folder: Path) -> list[int]:
 def health_of(reader: Any) -> list[Light]:
     """All lights of what a reader of a run directory has read (`widgets.reader.RunReader`)."""
     keys = set(reader.keys)
-    target = reader.controls.get("kl_target", {}).get("value")
-    config = dict(reader.config) | ({} if target is None else {"kl_target": target})
+    config = dict(reader.config) | {k: c["value"] for k, c in reader.controls.items() if "value" in c}
     config["checkpoints"] = _saved(reader.path)
     return health({k: reader.means(k) for k in _NEEDED if k in keys}, config)
 

@@ -73,8 +73,10 @@ def rollout_metrics(r: Rollout, kl_coef: float) -> dict[str, float]:
     """
     old, mask, scores = r.need("old_logps"), r.completion_mask, r.need("scores")
     lens = mask.sum(1).float()  # tokens that were drawn
+    longer, better = (x - x.mean() for x in (lens, scores.float()))
     found = {
         "objective/scores": scores.mean(), "objective/scores_std": scores.std(correction=0),
+        "objective/scores_length_corr": longer @ better / (longer.norm() * better.norm()).clamp_min(1e-3),
         "objective/entropy": torch.where(mask, -old, 0.0).sum(1).mean(),
         "completions/mean_length": lens.mean(), "completions/min_length": lens.min(),
         "completions/max_length": lens.max(),

@@ -52,7 +52,7 @@ class Table {
     const text = r => [r.name, r.kind, r.method, r.model, r.state, r.note, ...r.tags, ...r.stages.map(s => s.name)].join(" ").toLowerCase();
     const rows = this.rows.filter(r => words.every(w => text(r).includes(w)));
     const numbers = [...new Set(this.rows.flatMap(r => Object.keys(r.numbers)))], said = this.change || this.rows.some(r => r.note || r.tags.length);
-    const columns = [["name", "run"], ["method", "method"], ["model", "model"], ["state", "state"], ["share", "progress"],
+    const columns = [["name", "run"], ["method", "method"], ...(this.rows.some(r => r.model) ? [["model", "model"]] : []), ["state", "state"], ["share", "progress"],
       ...numbers.map(n => [n, n]), ...(said ? [["tags", "tags"], ["note", "note"]] : []), ["date", "changed"]];
     const sign = this.up ? 1 : -1;
     rows.sort((a, b) => {
@@ -185,6 +185,7 @@ class Table {
         td.append(bar, row.total ? ` ${row.step.toLocaleString("en")} / ${row.total.toLocaleString("en")}` : ` ${row.step.toLocaleString("en")}`);
       } else if (key === "date") { td.textContent = ago(row.date); td.title = new Date(row.date * 1000).toLocaleString(); }
       else td.textContent = key in row ? row[key] : row.numbers[key] == null ? "" : short(row.numbers[key]) + (row.half && row.half[key] != null ? ` ± ${short(row.half[key])}` : "");
+      if (!(key in row)) td.dataset.name = key;  // beside the number where a narrow page has no columns
       tr.append(td);
     }
     return tr;
