@@ -353,12 +353,12 @@ def check_reader(model: Any, tokenizer: Any) -> None:
     except ModelError:
         own = None  # none was saved there
     known = model.decoder.config.get_text_config().vocab_size
-    difference = other_token(tokenizer, own) if own is not None else None
+    odd = other_token(tokenizer, own) if own is not None else None
     if own is None and known < len(tokenizer):
-        difference = f"there are {len(tokenizer)} here, and it knows {known}"
-    if difference:
+        odd = f"there are {len(tokenizer)} here, and it knows {known}"
+    if odd:
         raise ModelError(
-            f"the reward model {model.home!r} has another tokenizer: {difference}. It is given the policy's tokens, so its "
+            f"the reward model {model.home!r} has another tokenizer: {odd}. It is given the policy's tokens, so its "
             f"scores would be about other words. {as_text}; or train one from the policy's model, rlhf-nb reward."
         )
     if model.foreign and own is not None and own.chat_template is not None:
