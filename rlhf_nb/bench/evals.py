@@ -219,18 +219,18 @@ def make_rule(suite: Suite, config: EvalConfig, tokenizer: Any, folder: str) -> 
         ConfigError: the rule names nothing, or a judge is needed and none is named.
     """
     device = decide_precision(config.device, "fp32").device
-    written = suite.config.rule
-    kind = next((k for k in written if k in _RULES), None)
+    terms = suite.config.rule
+    kind = next((k for k in terms if k in _RULES), None)
     if kind is None:
-        if not written:
+        if not terms:
             raise ConfigError(f"suite {suite.config.name} has no rule: {', '.join(_RULES)} or {{verify: exact}}.")
         known = (*_RULES, "verify", "fn", "file", "model", "url", "classifier")
-        if not set(written) & set(known):
-            key = next(iter(written))
+        if not set(terms) & set(known):
+            key = next(iter(terms))
             hint = elsewhere(f"rule {key}") or did_you_mean(key, known, "There are: " + ", ".join(known))
             raise ConfigError(f"suite {suite.config.name}: there is no rule {key!r}. {hint}")
         try:
-            entry = RewardEntry.model_validate(written)
+            entry = RewardEntry.model_validate(terms)
         except ConfigError as e:
             raise ConfigError(f"suite {suite.config.name}, rule: {e}") from None
         rule = entry_rule(entry, tokenizer, device)
@@ -242,13 +242,13 @@ def make_rule(suite: Suite, config: EvalConfig, tokenizer: Any, folder: str) -> 
                 "  judge.model=FOLDER or hub name\n  judge.endpoint.url=http://HOST:PORT/v1 judge.endpoint.model=NAME\n"
                 "  'judge_rule={file: rules.py, fn: NAME}'"
             )
-        lacking = [row for row in suite.rows if written.get("against", "id") not in row]
+        lacking = [row for row in suite.rows if terms.get("against", "id") not in row]
         if lacking:
             raise DataError(
-                f"row {lacking[0]['id']!r}: the rule judge needs the column {written['against']!r}, the answer to beat. "
+                f"row {lacking[0]['id']!r}: the rule judge needs the column {terms['against']!r}, the answer to beat. "
                 f"It has: {', '.join(lacking[0])}. To rate answers by themselves, give a suite rule: {{judge: true}}."
             )
-        rule = against_rule(judge, written["against"]) if "against" in written else judge_rule(judge)
+        rule = against_rule(judge, terms["against"]) if "against" in terms else judge_rule(judge)
     else:
         rule = _OURS[kind]
     return _with_measures(rule, config.measures, tokenizer, device)
