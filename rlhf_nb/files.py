@@ -135,6 +135,8 @@ def write_whole(path: str | Path, data: str | bytes, *, durable: bool = True) ->
         OSError: it can't be written; the old file is as it was.
     """
     path = Path(path)
+    if path.is_dir() and not path.is_symlink():
+        _look(path, path.lstat(), None)
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
     aside.unlink(missing_ok=True)  # of an earlier process with this number

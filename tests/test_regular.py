@@ -29,7 +29,7 @@ from rlhf_nb.data.templates import template_of
 from rlhf_nb.decode.constrained import read_form
 from rlhf_nb.feedback.store import Feedback, FeedbackStore, forget
 from rlhf_nb.feedback.traffic import Served, TrafficLog, erase_traffic, read_traffic
-from rlhf_nb.files import FileRefused
+from rlhf_nb.files import FileRefused, write_whole
 from rlhf_nb.judges.constitution import load_constitution
 from rlhf_nb.judges.endpoint import AnswerCache
 from rlhf_nb.learn.checks import grade
@@ -397,5 +397,7 @@ def test_files_are_opened_in_one_way() -> None:
     assert plain_opens(ast.parse("open(p)")) and plain_opens(ast.parse("(f / 'config.yaml').read_text()"))
 
 
-def test_refusals_are_of_the_family_and_oserrors() -> None:
+def test_refusals_are_of_the_family_and_oserrors(tmp_path: Path) -> None:
     assert issubclass(FileRefused, RlhfError) and issubclass(FileRefused, OSError)
+    with pytest.raises(FileRefused, match="is a directory, expected a file. Delete it"):
+        write_whole(tmp_path, "x")

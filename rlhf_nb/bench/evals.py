@@ -23,7 +23,6 @@ from ..config import DataConfig, ModelConfig, PathText, PrecisionName, StrictCon
 from ..core import ConfigError, DataError, decide_precision, did_you_mean
 from ..data.formats import prompt_text
 from ..data.templates import as_chat, encode_continuations, encode_prompts
-from ..evaluate.metrics import cluster_prompts, embed
 from .results import Results, results_of
 from rlhf_nb.bench.suites import (
     RULES, AskModel, ModelAnswers, ScoringRule, Scores, Suite, Work, against_rule, answer_work, choice_work, dialogue,
@@ -70,8 +69,6 @@ class EvalConfig(Judging):
     raw: bool = option(False, "continue the bare text, without the chat template")
     chunk: int = option(16, "rows between two saves", ge=1)
     slice: str | None = option(None, "column by which scores are told apart; null: the suite's own")
-    clusters: int | None = option(None, "tell scores apart by so many clusters of prompts", ge=1)
-    embed: bool = option(False, "clusters by the model's own vectors instead of words")
     url: Address | None = option(None, "base address of a server with OpenAI's interface that answers; MODEL names it")
     key_env: KeyName | None = option(None, "NAME of the environment variable with that server's key; null: no key")
     timeout: float = option(60.0, "seconds for one request to that server", gt=0)
@@ -314,7 +311,7 @@ def _server_asker(model: str, config: EvalConfig, how: Manner) -> AskModel:
 def _check_server(suite: Suite, config: EvalConfig) -> None:
     """Refuse what a server can't be asked."""
     choice, decoder = suite.config.task == "choice", not config.decoder.is_plain
-    for key, wanted in (("task: choice", choice), ("decoder", decoder), ("raw", config.raw), ("embed", config.embed)):
+    for key, wanted in (("task: choice", choice), ("decoder", decoder), ("raw", config.raw)):
         if config.url is not None and wanted:
             raise ConfigError(f"url is {config.url}, which sends texts, but {key} needs the model: leave one out.")
 
@@ -340,12 +337,8 @@ def versions_of(suite: Suite, config: Judging, pairs: bool = False) -> dict[str,
     return {name: RULES.get(name, 1) for name in names}
 
 
-def _slices_of(suite: Suite, config: EvalConfig, net: Any, tokenizer: Any) -> list[str] | None:
+def _slices_of(suite: Suite, config: EvalConfig) -> list[str] | None:
     """Which slice each row belongs to; None: as the suite says."""
-    if config.clusters is not None:
-        texts = [prompt_text(row["turns"][0]) for row in suite.rows]
-        vectors = embed(net, tokenizer, texts) if config.embed else None
-        return cluster_prompts(texts, config.clusters, config.seed, vectors)
     if config.slice is None:
         return None
     lacking = [row for row in suite.rows if config.slice not in row]
@@ -392,7 +385,7 @@ def evaluate_suite(
         else:
             work, more, notes = _answering(model, suite, config, folder, loaded, samples)
             settings |= more
-        slices = _slices_of(suite, config, net, tokenizer)  # refuses a wrong column before anything is asked
+        slices = _slices_of(suite, config)  # refuses a wrong column before anything is asked
         lines = run_rows(suite, work, folder, settings, samples=samples, chunk=config.chunk, say=say)
         suite.save(folder / "suite.json")
         results = results_of(

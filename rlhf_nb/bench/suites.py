@@ -50,10 +50,7 @@ class SuiteConfig(StrictConfig):
     name: str = Field(min_length=1, pattern=r"^[\w.-]+$", description="of the suite, letters, digits, - and _")
     about: str = option("", "what it asks, in a sentence")
     task: Literal["answer", "choice"] = option("answer", "answers are written, or chosen by their probability")
-    rule: dict[str, Any] = Field(
-        default_factory=dict,
-        description="how answers are scored: an entry as in rewards, or refusal, flip, judge",
-    )
+    rule: dict[str, Any] = option({}, "how answers are scored: an entry as in rewards, or refusal, flip, judge")
     template: str | None = option(None, "the prompt, with {columns} to be filled; null: the column prompt or turns")
     columns: dict[str, str] = Field(default_factory=dict, description="of a file: its name for a column: ours")
     max_new_tokens: int = option(256, "longest answer", ge=1)

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import ast
-import math
 import re
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from difflib import SequenceMatcher
 from os.path import commonprefix
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 from ..core import DataError, check_choice, suggest
 from ..errors import listed
 from rlhf_nb.data.shapes import (
-    COLUMNS, PLAIN, SPEAKERS, SYSTEM, NothingToCompare, Reading, Shape, columns_used, instructions,
+    COLUMNS, PLAIN, SPEAKERS, SYSTEM, NothingToCompare, Reading, Shape, columns_used, finite_number, instructions,
     note_shape, read_as, recognise, shapes_of,
 )  # fmt: skip
 from ..strict import table_of
@@ -51,7 +51,7 @@ def warn_of(name: str, kind: type[UserWarning] = DataWarning, /, **words: Any) -
 __all__ = ['Message', 'Text', 'Row', 'OPTIONAL', 'SFT_FORMATS', 'PROMPTED', 'USUAL', 'ROLES', 'HUMAN', 'ASSISTANT', 'DataWarning',
            'warn_rows', 'warn_of', 'detect_format', 'renamed', 'check_messages', 'without_none', 'hermes_as_calls',
            'thoughts_of', 'with_thoughts', 'check_text', 'prompt_text', 'is_hh', 'parse_hh', 'extract_prompt',
-           'to_format', 'format_of', 'whole_rows', 'to_rows', 'disliked', 'COLUMNS']
+           'to_format', 'shape_of', 'format_of', 'whole_rows', 'to_rows', 'disliked', 'COLUMNS']
 
 # %% ../../nbs/data/formats.ipynb #e9212480
 _all_ = ["COLUMNS"]
@@ -104,8 +104,7 @@ def _no_format(columns: Iterable[str] | Mapping[str, Any], allowed: Sequence[str
             f"{begins} They are read as {shapes[0].says(row)}, which makes {'+'.join(COLUMNS[shapes[0].gives])}. "
             f"{_elsewhere(allowed)}"
         )
-    guesses: dict[str, str] = {}
-    hint = ""
+    guesses, hint = dict[str, str](), ""
     for c in there:
         if c in names:
             continue
@@ -242,10 +241,8 @@ def _called(message: Mapping[str, Any]) -> Message:
     for call in cleaned.get("tool_calls", []) or []:
         function = call.get("function", call) if isinstance(call, dict) else {}
         if isinstance(function.get("arguments"), str):
-            try:
+            with suppress(ValueError):  # a template may write it as it is
                 function["arguments"] = json_value(function["arguments"] or "{}")
-            except ValueError:
-                pass  # a template may write it as it is
     return {k: cleaned[k] for k in ("role", "content", *cleaned) if k in cleaned}
 
 
@@ -471,11 +468,8 @@ def _label(value: Any, where: str) -> bool:
 
 def _margin(value: Any, where: str) -> float:
     """A margin as a finite number."""
-    try:
-        margin = float(value)
-    except (TypeError, ValueError, OverflowError):
-        margin = math.nan
-    if not math.isfinite(margin):
+    margin = finite_number(value)
+    if margin is None:
         raise DataError(f"{where} is {value!r:.40}; expected a finite number: by how much chosen is better.")
     return margin
 
@@ -512,11 +506,10 @@ def _preference(row: Row, where: str) -> Row:
 
 def _worth(value: Any, where: str) -> bool | float:
     """A step's label: a truth value, or a share between 0 and 1; CSV files bring it as text."""
-    try:
-        share = float(value)
-    except (TypeError, ValueError, OverflowError):
+    share = finite_number(value)
+    if share is None:
         return _label(value, where)
-    if isinstance(value, bool) or share in (0.0, 1.0):
+    if share in (0.0, 1.0):
         return bool(share)
     if not 0 < share < 1:
         raise DataError(f"{where} is {value!r:.40}; expected 0 or 1 (false or true), or a share in between.")
@@ -540,10 +533,8 @@ def _tools(row: Row, where: str) -> Row:
     """The tools beside messages, as chat templates take them: a list of JSON schemas; nothing where there are none."""
     tools = row.get("tools")
     if isinstance(tools, str) and tools.strip():
-        try:
+        with suppress(ValueError):
             tools = json_value(tools)
-        except ValueError:
-            tools = str(tools)
     turns = row.get("messages")
     first = turns[0] if isinstance(turns, list) and turns and isinstance(turns[0], Mapping) else {}
     if tools in (None, "", []) or (first.get("role") == "system" and "<tools>" in str(first.get("content"))):
@@ -634,6 +625,11 @@ def _checked(row: Row, fmt: str, where: str, shape: Shape | None, given: Row) ->
         raise DataError(message) from e
 
 
+def _allowed(to: str | None) -> tuple[str, ...]:
+    """The formats that serve a purpose, as `to_format` is told it."""
+    return {"sft": SFT_FORMATS, "prompt": PROMPTED, None: tuple(COLUMNS)}.get(to, (str(to),))
+
+
 def _native(there: set[str], formats: Iterable[str]) -> dict[str, set[str]]:
     """The formats whose columns are all there, each with those of its columns that are."""
     fit = [f for f in formats if there.issuperset(COLUMNS.get(f, ("",)))]
@@ -653,8 +649,7 @@ def _read(row: Row, to: str | None, where: str, reading: Reading) -> tuple[Row, 
             f"{where}, {seen}: the row has pictures or sound, not text. data.columns={{{seen}: null}} goes without."
         )
     begins, to = to == "episode", "prompt" if to == "episode" else to
-    allowed = SFT_FORMATS if to == "sft" else PROMPTED if to == "prompt" else tuple(COLUMNS) if to is None else (to,)
-    there, given = set(_present(row)), row
+    there, given, allowed = set(_present(row)), row, _allowed(to)
     native = _native(there, allowed)
     shape = recognise(row, to, native, where, reading)
     if begins and not (shape or native or any(_guess(c, ("prompt", "messages"))[1] for c in there)):
@@ -683,10 +678,14 @@ def _read(row: Row, to: str | None, where: str, reading: Reading) -> tuple[Row, 
     return {**normal, **more}, shape
 
 # %% ../../nbs/data/formats.ipynb #700bfbd8
+def shape_of(row: Row, to: str | None = None, reading: Reading = PLAIN) -> Shape | None:
+    """The shape that a file's first row is read in, None: its columns are a format already; see `to_format`."""
+    return recognise(row, to, _native(set(_present(row)), _allowed(to)), "row 0", reading)
+
+
 def format_of(row: Row, reading: Reading = PLAIN) -> str:
     """The format that a row is in, or that its shape makes; see `to_format` for arguments and errors."""
-    there = set(_present(row))
-    shape = recognise(row, None, _native(there, COLUMNS), "row 0", reading)
+    shape = shape_of(row, None, reading)
     fmt = detect_format(row, None, "row 0") if shape is None else shape.gives
     turns = row["messages"] if fmt == "messages" and shape is None else None
     asks = isinstance(turns, list) and {m.get("role") for m in turns if isinstance(m, Mapping)} <= {"system", "user"}

@@ -29,7 +29,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {  # of the formats of rows, most specific
 
 # %% auto #0
 __all__ = ['Row', 'COLUMNS', 'PLAIN', 'SYSTEM', 'SPEAKERS', 'SHAPES', 'RoleTerm', 'read_role', 'Reading', 'DataNote',
-           'NothingToCompare', 'Shape', 'instructions', 'from_question', 'shape_table', 'columns_used', 'shapes_of',
+           'NothingToCompare', 'Shape', 'instructions', 'from_question', 'finite_number', 'columns_used', 'shapes_of',
            'recognise', 'read_as', 'note_shape']
 
 # %% ../../nbs/data/shapes.ipynb #e95c4425
@@ -185,11 +185,11 @@ def _are_turns(row: Mapping[str, Any]) -> bool:
     return isinstance(row.get("conversations", row.get("conversation")), list)
 
 # %% ../../nbs/data/shapes.ipynb #58150b1e
-def _number(value: Any) -> float | None:
+def finite_number(value: Any) -> float | None:
     """A finite number, also where it is written as text; None for anything else."""
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
     return number if math.isfinite(number) and not isinstance(value, bool) else None
 
@@ -234,10 +234,10 @@ def _rating(answer: Mapping[str, Any]) -> float | None:
     each = [a.get("Rating", a.get("rating")) for a in parts if isinstance(a, Mapping)]
     ratings = answer.get("ratings")
     each += list(ratings.values()) if isinstance(ratings, Mapping) else ratings if isinstance(ratings, list) else []
-    numbers = [n for n in map(_number, each) if n is not None]
+    numbers = [n for n in map(finite_number, each) if n is not None]
     if numbers:
         return sum(numbers) / len(numbers)
-    alone = (_number(answer.get(k)) for k in ("rating", "fine-grained_score", "overall_score", "score"))
+    alone = (finite_number(answer.get(k)) for k in ("rating", "fine-grained_score", "overall_score", "score"))
     return next((n for n in alone if n is not None), None)
 
 
@@ -252,7 +252,7 @@ def _ranked(fields: dict[str, list[Any]], where: str, to: str | None, reading: R
     """Nectar's answers, rank 1 being the best. Ranks are no distances, so no margin comes of them."""
     ranked = []
     for i, answer in enumerate(fields["answers"][0]):
-        rank = _number(answer.get("rank"))
+        rank = finite_number(answer.get("rank"))
         if rank is None:
             raise DataError(
                 f"{where}, answers[{i}]: rank is {answer.get('rank')!r:.40}; expected a number, 1 for the best."
@@ -375,15 +375,6 @@ _WAYS: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 SHAPES = [Shape(name, *about, *_WAYS.get(name, (_asked,))) for name, about in _TABLE["shapes"].items()]
-
-
-def shape_table() -> str:
-    """The shapes, their columns and what comes of them, as a table in Markdown."""
-    lines = ["| shape | columns | read as |", "|---|---|---|"]
-    for s in SHAPES:
-        columns = "; ".join(f"`{text}` → {role}" if text != role else f"`{text}`" for role, text in s.roles.items())
-        lines.append(f"| `{s.name}` ({s.title}) | {columns.replace('|', chr(92) + '|')} | {s.gives} |")
-    return "\n".join(lines)
 
 # %% ../../nbs/data/shapes.ipynb #7afefe90
 _FOREIGN = {n for s in SHAPES for role in s.roles.values() for t in read_role(role) for n in t.names}

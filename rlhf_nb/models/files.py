@@ -263,6 +263,9 @@ def quiet() -> Iterator[None]:
             hf.enable_progress_bar()
 
 # %% ../../nbs/models/files.ipynb #757795b6
+_TEXTS = table_of("models/texts.yaml")
+
+
 def load_or_explain(what: str, name: str, load: Callable[[], Any]) -> Any:
     """Run one `from_pretrained`, with its failures as one ModelError that says what to do.
 
@@ -285,11 +288,11 @@ def load_or_explain(what: str, name: str, load: Callable[[], Any]) -> Any:
         offline = offline or "internet connection" in str(e) or "offline" in str(e).lower()
         reason = str(e).strip().splitlines()[0][:300] if str(e).strip() else type(e).__name__
         if "trust_remote_code" in str(e) or "custom code" in str(e):
-            hint = table_of("models/texts.yaml")["own_code"]
+            hint = _TEXTS["own_code"]
         elif Path(name).expanduser().is_dir():
             hint = "Is the directory complete?"
         elif offline:
-            hint = table_of("models/texts.yaml")["no_copy"]
+            hint = _TEXTS["no_copy"]
         else:
             hint = "It is neither a folder here nor a model of the hub that you may read: check the name, or log in."
         raise ModelError(

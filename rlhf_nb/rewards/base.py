@@ -643,13 +643,9 @@ class RunningNormalizer:
     """Brings scores to unit size by the running variance of all scores seen; its state belongs into checkpoints.
 
     Args:
-        shift: also subtract the running mean.
-        clip: bound of the normalised scores' size (None: none).
         eps: added to the standard deviation.
     """
 
-    shift: bool = False
-    clip: float | None = None
     eps: float = 1e-8
     count: int = field(default=0, init=False)
     mean: float = field(default=0.0, init=False)
@@ -679,8 +675,7 @@ class RunningNormalizer:
 
     def normalize(self, scores: Tensor) -> Tensor:
         """Scores of unit size by what has been seen so far."""
-        out = (scores - (self.mean if self.shift else 0.0)) / (self.std + self.eps)
-        return out if self.clip is None else out.clamp(-self.clip, self.clip)
+        return scores / (self.std + self.eps)
 
     def __call__(self, scores: Tensor) -> Tensor:
         """See a batch, then normalise it."""

@@ -82,10 +82,9 @@ _Text = Annotated[str, Field(max_length=1 << 24)]
 _Ids = Annotated[list[int], Field(max_length=MOST_COMMAS + 1, fail_fast=True)]
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(BaseModel, extra="forbid", strict=True, frozen=True):
     """How an answer is streamed."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     include_usage: bool = False
     include_obfuscation: bool = False
 
@@ -146,63 +145,56 @@ class Asked(BaseModel):
         return SamplingConfig(max_new_tokens=tokens, **how), False
 
 
-class _Part(BaseModel):
+class _Part(BaseModel, extra="forbid", strict=True, frozen=True):
     """A part of a message."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     type: Literal["text"]
     text: _Text
 
 
-class _Called(BaseModel):
+class _Called(BaseModel, extra="forbid", strict=True, frozen=True):
     """What a call of a tool says."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     name: str = Field(max_length=256)
     arguments: _Text
 
 # %% ../../nbs/serve/protocol.ipynb #3d1259cc
-class _Call(BaseModel):
+class _Call(BaseModel, extra="forbid", strict=True, frozen=True):
     """A call of a tool in an earlier answer."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     id: str | None = Field(None, max_length=256)
     type: Literal["function"] = "function"
     function: _Called
 
 
-class _Described(BaseModel):
+class _Described(BaseModel, extra="forbid", strict=True, frozen=True):
     """What a tool does; parameters are a JSON schema."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     name: str = Field(max_length=256, pattern=r"^[\w.-]+$")
     description: str | None = Field(None, max_length=1 << 16)
     parameters: dict[str, Any] = {}
     strict: bool | None = None
 
 
-class _Tool(BaseModel):
+class _Tool(BaseModel, extra="forbid", strict=True, frozen=True):
     """A function that the model may call."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     type: Literal["function"]
     function: _Described
 
 
-class _Named(BaseModel):
+class _Named(BaseModel, extra="forbid", strict=True, frozen=True, populate_by_name=True):
     """A JSON schema with a name, as OpenAI's clients send it."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, populate_by_name=True)
     name: str = Field("answer", max_length=256)
     description: str | None = Field(None, max_length=1 << 16)
     schema_: dict[str, Any] = Field({"type": "object"}, alias="schema")
     strict: bool | None = None
 
 
-class _Form(BaseModel):
+class _Form(BaseModel, extra="forbid", strict=True, frozen=True):
     """What an answer must look like."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     type: Literal["text", "json_object", "json_schema"]
     json_schema: _Named | None = None
 
@@ -223,10 +215,9 @@ class _Form(BaseModel):
         return {"type": "object"} if self.json_schema is None else self.json_schema.schema_
 
 
-class _Said(BaseModel):
+class _Said(BaseModel, extra="forbid", strict=True, frozen=True):
     """A message."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: _Text | Annotated[list[_Part], Field(max_length=100, fail_fast=True)] = ""
     tool_calls: Annotated[list[_Call], Field(max_length=MOST_TOOLS, fail_fast=True)] = []

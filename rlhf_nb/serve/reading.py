@@ -12,7 +12,7 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from ..data.templates import encode_continuations
 from ..scoring.head import split_head
@@ -27,20 +27,18 @@ from .site import Model
 __all__ = ['ScoreAsked', 'EmbeddingsAsked', 'log_probs', 'reward_of', 'embedding', 'reading_routes']
 
 # %% ../../nbs/serve/reading.ipynb #e03c9e05
-class ScoreAsked(BaseModel):
+class ScoreAsked(BaseModel, extra="forbid", strict=True, frozen=True):
     """A request for `/v1/score`."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     model: str = Field(max_length=200)
     prompt: _Text | Annotated[list[_Said], Field(min_length=1, max_length=1000, fail_fast=True)]
     answers: list[_Text] = Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)
     user: str | None = Field(None, max_length=256)
 
 
-class EmbeddingsAsked(BaseModel):
+class EmbeddingsAsked(BaseModel, extra="forbid", strict=True, frozen=True):
     """A request for `/v1/embeddings`."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     model: str = Field(max_length=200)
     input: (
         _Text
