@@ -419,10 +419,10 @@ def pass_interval(right: Any, num_samples: int, k: int, level: float = 0.95) -> 
     return share_interval([pass_at_k(num_samples, int(c), k) for c in counts], level=level)
 
 
-def _vote(said: Sequence[Hashable | None], wanted: Hashable) -> float:
+def _vote(answers: Sequence[Hashable | None], wanted: Hashable) -> float:
     """1 if the most frequent answer is the right one; a tie is shared."""
     counts: dict[Hashable, int] = {}
-    for one in said:
+    for one in answers:
         if one is not None:
             counts[one] = counts.get(one, 0) + 1
     top = max(counts.values(), default=0)

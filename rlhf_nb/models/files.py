@@ -171,12 +171,12 @@ def settings_in(file: Path) -> dict[str, Any]:
         ModelError: it can't be read, or holds no settings.
     """
     try:
-        found = json_value(file.read_bytes())
-        if not isinstance(found, dict):
+        settings = json_value(file.read_bytes())
+        if not isinstance(settings, dict):
             raise Unreadable("no settings, but another value")
     except (OSError, Unreadable) as e:
         raise ModelError(f"{str(file)!r} can't be read: {e}. Is the directory complete?") from e
-    return found
+    return settings
 
 
 def _check_sizes(file: Path, most: int) -> None:
@@ -398,13 +398,13 @@ def _from_gguf(kind: Any, file: Path, what: str, options: Mapping[str, Any]) -> 
     reading.tqdm = lambda rows, **_: rows  # type: ignore[attr-defined]  # it would draw into notebooks and logs
     try:
         load = lambda: kind.from_pretrained(str(file.parent), gguf_file=file.name, trust_remote_code=False, **kept)
-        found = load_or_explain(what, str(file), load)
+        loaded = load_or_explain(what, str(file), load)
     finally:
         reading.tqdm = bar  # type: ignore[attr-defined]
-    model = found[0] if isinstance(found, tuple) else found
+    model = loaded[0] if isinstance(loaded, tuple) else loaded
     if isinstance(model, nn.Module):
         _unmark(model, file)
-    return found
+    return loaded
 
 
 def _unmark(model: Any, file: Path) -> None:

@@ -89,10 +89,10 @@ def feedback_router(path: Any, intake: Intake | None = None, most: int = MAX_BOD
     way, store, router = intake or Intake(Gate(ServeConfig())), FeedbackStore(path), web.APIRouter()
 
     async def feedback(request: Any) -> Any:
-        who, said = await way.read(request, FeedbackRequest, most)
-        way.gate.charge(who, len(said.model_dump_json()) // 4)  # what is kept counts like a prompt of its length
+        who, body = await way.read(request, FeedbackRequest, most)
+        way.gate.charge(who, len(body.model_dump_json()) // 4)  # what is kept counts like a prompt of its length
         try:
-            kept = await way.turns.do(who, 1024.0, store.add, said.user, said.feedback(), who)
+            kept = await way.turns.do(who, 1024.0, store.add, body.user, body.feedback(), who)
         except DataError as e:
             raise Refused(400, str(e)) from e
         except RunError as e:
