@@ -5,14 +5,14 @@ __version__ = "0.2.0.dev0"
 import re
 import warnings
 from importlib import import_module
-from pathlib import Path
+from pkgutil import get_data
 from typing import Any
 
 # what TRL's scripts import, too; documented in docs/trl.md
 _SCRIPTS = {"ScriptArguments", "TrlParser", "get_peft_config", "get_quantization_config", "get_kbit_device_map"}
 _RENAMED = {"score": "logps"}  # names of the version before
 # where each public name lives: the lines `from .MODULE import NAME as NAME, ...` of `__init__.pyi`
-_LINES = re.findall(r"^from \.(\S+) import (.+)$", Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"), re.M)
+_LINES = re.findall(r"^from \.(\S+) import (.+)$", (get_data(__name__, "__init__.pyi") or b"").decode("utf-8"), re.M)
 _HOME = {words.split(" as ")[0]: module for module, names in _LINES for words in names.split(", ")}
 __all__ = ["__version__", *_HOME] # pyright: ignore[reportUnsupportedDunderAll]
 

@@ -34,6 +34,7 @@ from .widgets.dashboard import Dashboard as Dashboard
 from .widgets.reader import RunReader as RunReader
 from .widgets.runs import Runs as Runs
 
+__all__: list[str]
 __version__: str
 
 

@@ -149,13 +149,6 @@ def xpo(**over: Any) -> Any:
     return online_dpo(**{"opponent": "reference", "xpo_alpha": 0.01, **over})
 
 
-def nash_md(**over: Any) -> Any:
-    """A judge compares, the opponent is a mixture: AI feedback while training."""
-    from rlhf_nb.train.rlaif import toy_judge
-
-    return _group("online_dpo", "OnlineDPO", False, toy_judge(0), **{"loss": "nash_md", **over})
-
-
 def episodes(**over: Any) -> Any:
     """Several turns, whose rewards an environment pays by turns, and a tool's replies are random in time."""
     from resume_harness import Talk
@@ -242,7 +235,6 @@ CASES = {
         rloo,
         online_dpo,
         xpo,
-        nash_md,
         episodes,
         lagged,
     )

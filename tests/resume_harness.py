@@ -46,7 +46,6 @@ CASES: dict[str, str] = {
     "grpo": "resume_harness:grpo",
     "rloo": "resume_harness:rloo",
     "online": "resume_harness:online",
-    "nash": "resume_harness:nash",
     "process": "resume_harness:process",
     "tickets-ppo": "test_tickets:ppo",
     "tickets-grpo": "test_tickets:grpo",
@@ -297,11 +296,6 @@ def process(run_dir: Path) -> Trainer:
 def online(run_dir: Path) -> Trainer:
     """Against the reference's answers, with XPO's bonus; several updates a batch."""
     return _pairs(run_dir, opponent="reference", xpo_alpha=1e-3, num_inner_epochs=2)
-
-
-def nash(run_dir: Path) -> Trainer:
-    """Against a mixture of two models, token by token; a judge compares."""
-    return _pairs(run_dir, loss="nash_md", beta=0.05, mixture=0.25)
 
 
 def _pairs(run_dir: Path, **over: Any) -> Trainer:

@@ -34,7 +34,6 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 OPPONENTS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "remax": (RLOOConfig, RLOOTrainer, {"baseline": "remax"}),
     "reference": (OnlineDPOConfig, OnlineDPOTrainer, {"opponent": "reference"}),
-    "nash": (OnlineDPOConfig, OnlineDPOTrainer, {"loss": "nash_md"}),
 }
 
 
@@ -143,7 +142,6 @@ def test_whoever_is_compared_with_comes_from_the_same_sampler(kind: str, tmp_pat
     expected = {
         "remax": [(policy, True, 1), (policy, False, 4)],
         "reference": [(policy, False, 1), (reference, False, 1)],
-        "nash": [(policy, False, 1)],  # the mixture has a sampler of its own
     }
     assert spy.asked == expected[kind]
 

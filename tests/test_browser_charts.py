@@ -240,10 +240,10 @@ def test_the_board_lists_compares_and_comes_back(browser: Any, served: tuple[str
         out = page.evaluate("(e => e.scrollWidth - e.clientWidth)(document.querySelector('.rb-runs').parentElement)")
         assert out <= 0 and visit.wide() <= 0, f"columns out of sight on {width} pixels"
     page.evaluate("""() => { const s = new CSSStyleSheet(); document.body.classList.add('rendered_html');
-      s.replaceSync('.rendered_html table { table-layout: fixed; } summary { display: block; }');
+      s.replaceSync('.rendered_html table { table-layout: fixed; } .rendered_html table td { text-align: right; } summary { display: block; }');
       document.adoptedStyleSheets = [s]; }""")  # as the classic Notebook has it, where numbers lay over each other
-    styles = "[getComputedStyle(document.querySelector('.rb-runs')).tableLayout, getComputedStyle(document.querySelector('summary')).display]"
-    assert page.evaluate(styles) == ["auto", "list-item"]
+    styles = "[['.rb-runs', 'tableLayout'], ['.rb-runs tbody td', 'textAlign'], ['summary', 'display']].map(([e, k]) => getComputedStyle(document.querySelector(e))[k])"
+    assert page.evaluate(styles) == ["auto", "left", "list-item"]
     page.get_by_label("filter").fill("seed")
     assert page.locator(".rb-runs tbody tr").count() == 2
     page.get_by_label("filter").fill("")

@@ -144,9 +144,9 @@ def test_a_changed_model_is_noticed(model: Path, tmp_path: Path) -> None:
         evaluate_suite(str(model), suite, EvalConfig(output_dir=str(tmp_path / "out")), loaded=_load(str(other)))
 
 
-def test_votes_passes_and_clusters(loaded: Any, tmp_path: Path) -> None:
+def test_votes_passes_and_slices(loaded: Any, tmp_path: Path) -> None:
     suite = load_suite(write_suite(tmp_path, "{verify: number}", ROWS, "samples: 4\n"))
-    results, _ = evaluate_suite("tiny", suite, EvalConfig(output_dir=str(tmp_path / "out"), clusters=2, measures=[{"verify": "repetition"}]), loaded=loaded)  # fmt: skip
+    results, _ = evaluate_suite("tiny", suite, EvalConfig(output_dir=str(tmp_path / "out"), slice="kind", measures=[{"verify": "repetition"}]), loaded=loaded)  # fmt: skip
     assert {"pass@1", "pass@4", "majority@3", "repetition"} <= set(results.metrics)
     assert "read" not in results.metrics and "wanted" not in results.metrics
     assert sum(m.n for m in results.slices.values()) == 6 and len(results.slices) <= 2

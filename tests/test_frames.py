@@ -26,7 +26,7 @@ MOST = 4
 MOST_ADVANTAGE = 5
 MOST_MODULES = 50  # above the ground: errors, core, types and settings are in every module's words
 MOST_CLIMBS = 15
-ONLINE = ["ppo", "grpo", "rloo", "online", "nash"]
+ONLINE = ["ppo", "grpo", "rloo", "online"]
 METHODS = [n for n, place in CASES.items() if place.startswith("resume_harness:") and n != "regression"]
 
 
@@ -81,9 +81,7 @@ def test_at_most_five_from_fit_to_an_advantage(case: str, tmp_path: Path) -> Non
     run = getattr(resume_harness, case)(tmp_path / "run")
     run.total_steps = 1
     paths = paths_to_formulas(run, ("advantages", "collect"))
-    assert paths or case in ("online", "nash"), (
-        "no advantage was seen: the trace looks at the wrong place"
-    )  # those call none
+    assert paths or case == "online", "no advantage was seen: the trace looks at the wrong place"  # it calls none
     for path in paths:
         assert len(path) - 1 <= MOST_ADVANTAGE, " → ".join(path)
     (file,) = {

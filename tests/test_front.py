@@ -6,7 +6,10 @@ import ast
 import io
 import json
 import re
+import subprocess
+import sys
 import tokenize
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -129,3 +132,14 @@ def test_anchors_lead_to_headings() -> None:
             if anchor not in {slug(h) for h in re.findall(r"(?m)^#+ (.*)$", text)}:
                 wrong.append(f"{page.relative_to(ROOT)}: {target}#{anchor}")
     assert seen >= 10 and not wrong, wrong
+
+
+def test_public_names_are_known_in_a_zipped_package(tmp_path: Path) -> None:
+    """They are read through the loader, wherever it has the package from."""
+    place = tmp_path / "packed.zip"
+    with zipfile.ZipFile(place, "w") as packed:
+        for name in ("__init__.py", "__init__.pyi"):
+            packed.write(ROOT / "rlhf_nb" / name, f"rlhf_nb/{name}")
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import rlhf_nb; print(rlhf_nb.__file__, len(rlhf_nb.__all__))"
+    done = subprocess.run([sys.executable, "-c", code, str(place)], capture_output=True, text=True, cwd=tmp_path)
+    assert "packed.zip" in done.stdout and int(done.stdout.split()[-1]) > 40, done.stderr

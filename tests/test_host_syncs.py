@@ -116,17 +116,16 @@ def test_nothing_is_sent_while_the_host_waits(about: str, tmp_path: Path) -> Non
     assert waits.sent and not [p for p in places if "from the host" in p], "\n".join(places)
 
 
-OTHERS = {"online": 3, "nash": 3, "raft": 3, "distill": 2, "process": 1}  # how often the host may wait, beside sampling
+OTHERS = {"online": 3, "raft": 3, "distill": 2, "process": 1}  # how often the host may wait, beside sampling
 
 
 @pytest.mark.parametrize("method", OTHERS)
 def test_every_other_method_stays_on_one_device(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As above, for the methods that few use."""
     from rlhf_nb.data import legs
-    from rlhf_nb.train import pairs
 
-    info = get("online" if method == "nash" else method)
-    over = {"nash": {"loss": "nash_md"}, "raft": {"num_generations": 4}}.get(method, {}) | ONLINE
+    info = get(method)
+    over = {"raft": {"num_generations": 4}}.get(method, {}) | ONLINE
     known = {k: v for k, v in (SETTINGS | over).items() if k in info.config.model_fields}
 
     def run(device: torch.device) -> Any:
@@ -143,14 +142,10 @@ def test_every_other_method_stays_on_one_device(method: str, tmp_path: Path, mon
         return make(config, net(), words, rows=data, eval_rows=[], engine=Engine(precision), **given)
 
     plain, _ = steps(run(torch.device("cpu")), None, 2)
-    mixed, looks = pairs.sample_mixture, list[str]()  # Nash-MD's own sampler
     with pretend() as waits:
-        quietly = quiet(mixed, waits)
-        monkeypatch.setattr(pairs, "sample_mixture", lambda *a, **k: looks.append(method) or quietly(*a, **k))
         found, places = steps(run(CUDA), waits, 2)
     assert [e["loss"] for e in found] == pytest.approx([e["loss"] for e in plain], rel=1e-4, abs=1e-6)
     assert len(places) <= OTHERS[method], "\n".join(places)
-    assert bool(looks) == (method == "nash")
 
 
 def test_labels_are_made_on_one_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from rlhf_nb.evaluate.intervals import (
     Estimate,
-    bootstrap_interval,
     confidence_sequence,
     decide,
     length_controlled,
@@ -43,13 +42,6 @@ def clustered(rng: Any) -> Estimate:
 def judged(rng: Any) -> Estimate:
     """A judge's probabilities instead of verdicts."""
     return share_interval(rng.beta(3, 2, 80))
-
-
-def resampled(rng: Any) -> Estimate:
-    """The bootstrap of a win rate with ties over prompts, four answers to each."""
-    taste = rng.beta(1.2, 0.8, 80)
-    points = np.where(rng.random((80, 4)) < 0.3, 0.5, (rng.random((80, 4)) < taste[:, None]) * 1.0)
-    return bootstrap_interval(points.ravel(), np.repeat(np.arange(80), 4).tolist(), draws=1000)
 
 
 def controlled(n: int, theta: float, phi: float, ties: bool = False) -> Draw:
@@ -106,7 +98,6 @@ CASES: dict[str, tuple[Draw, float]] = {
     "win rate, a third tied, 60 prompts": (wins(60, 0.7, 1 / 3), 0.7 * 2 / 3 + 0.5 / 3),
     "win rate, several answers a prompt": (clustered, 0.6),
     "win rate, judge's probabilities": (judged, 0.6),
-    "win rate, bootstrap over prompts": (resampled, 0.15 + 0.7 * 0.6),
     "length-controlled, no better, 200 prompts": (controlled(200, 0.0, 1.2), 0.5),
     "length-controlled, better, 100 prompts": (controlled(100, 0.8, 1.0), 1 / (1 + np.exp(-0.8))),
     "length-controlled, ties, 150 prompts": (controlled(150, -0.5, 0.8, True), 1 / (1 + np.exp(0.5))),
@@ -171,13 +162,6 @@ def test_forecast_is_of_the_right_size() -> None:
     decided = {n: np.mean([decide((rng.random(n) < 0.57) * 1.0, futures=0).better == "first" for _ in range(40)]) for n in (found.needed // 3, 2 * found.needed)}  # fmt: skip
     assert decided[found.needed // 3] < 0.6 < 0.8 <= decided[2 * found.needed]
     assert "undecidable with these 200 prompts; about" in str(found) and "would do" in str(found)
-
-
-@pytest.mark.parametrize("equal", [[1.0] * 10, [0.0] * 9 + [1e-120], [2.0, 2.0]])
-@pytest.mark.parametrize("statistic", [np.median, np.mean, lambda x: float(np.quantile(x, 0.9))])
-def test_a_bootstrap_of_equal_values_is_a_point(equal: list[float], statistic: Callable[[Any], Any]) -> None:
-    found = bootstrap_interval(equal, statistic=statistic, draws=50)
-    assert found.low == pytest.approx(found.value, abs=1e-100) and found.high == pytest.approx(found.value, abs=1e-100)
 
 
 @pytest.mark.parametrize("n, holds", [(10, 0.90), (20, 0.92), (30, 0.92)])

@@ -120,9 +120,8 @@ def test_a_clusters_node_is_killed(tmp_path: Path) -> None:
 
     def kill(step: int) -> None:
         pids = {w.pid for w in t.method.rollouts.workers.crew.workers.values()}
-        for node in nodes:
-            raylet = node.all_processes["raylet"][0].process.pid
-            if step >= 2 and not killed and pids & {*family(raylet)}:
+        for node in nodes if step >= 2 and not killed else ():
+            if not killed and pids & {*family(node.all_processes["raylet"][0].process.pid)}:
                 killed.append(node)
                 cluster.remove_node(node, allow_graceful=False)
 

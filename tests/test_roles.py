@@ -17,7 +17,7 @@ import torch
 import yaml
 from process_cases import dpo, run_ranks
 from safetensors.torch import load_file
-from test_launch import case_on_ranks, lines, pids, when
+from test_launch import case_on_ranks
 
 from rlhf_nb.core import ConfigError, Precision, RunError
 from rlhf_nb.data import toy
@@ -179,26 +179,47 @@ def test_another_number_of_processes_is_refused(tmp_path: Path) -> None:
         launch(case_on_ranks, num_processes=3, run_dir=tmp_path / "run", device="cpu", topology=path)
 
 
+def dies(root: str) -> None:
+    """A run of which one rank is killed: one that learns before its sixth update, one that answers at its sixth question."""
+    count = iter(range(1, 100))
+
+    def mortal(f: Any) -> Any:
+        def either(*args: Any, **options: Any) -> Any:
+            if next(count) == 6:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return f(*args, **options)
+
+        return either
+
+    rank, dying = int(os.environ["RANK"]), int(os.environ["TEST_DIES"])
+    trainer = dpo(steps=12, save_every=2, output_dir=root)
+    if rank == dying and rank < 2:
+        trainer.method.look_ahead = mortal(trainer.method.look_ahead)
+    elif rank == dying:
+        Reference.logps = mortal(Reference.logps)  # type: ignore[method-assign]
+    trainer.fit()
+
+
 @pytest.mark.slow  # 60 CPU seconds
-@pytest.mark.parametrize("rank", [1, 3])
-def test_a_rank_that_dies_is_named_and_the_run_goes_on(rank: int, tmp_path: Path) -> None:
-    how: dict[str, Any] = {"num_processes": 4, "device": "cpu", "topology": topology(tmp_path, 2, 2), "say": None}
-    over = {"steps": 24, "save_every": 2}
-    launch(case_on_ranks, "dpo", str(tmp_path / "straight"), run_dir=tmp_path / "straight", **how, **over)
-    run = tmp_path / "killed"
-    killer = when(lambda: lines(run) >= 4, lambda: os.kill(pids(run)[rank], signal.SIGKILL))
-    with pytest.raises(RunError) as told:
-        launch(case_on_ranks, "dpo", str(run), run_dir=run, restarts=0, **how, **over)
-    killer.join()
-    first = str(told.value).strip().splitlines()[0]
-    assert f"rank {rank}" in first and ("was killed" in first or "has ended" in first)
-    assert 4 <= lines(run) < 24
-    launch(case_on_ranks, "dpo", str(run), run_dir=run, **how, **over)
-    a, b = (load_file(tmp_path / x / "weights.safetensors") for x in ("straight", "killed"))
+@pytest.mark.parametrize(
+    ("rank", "words"), [(1, "rank 1, which learns, has failed"), (3, "rank 3, which holds the reference, has ended")]
+)
+def test_a_rank_that_dies_is_named_and_the_run_goes_on(
+    rank: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLHF_NB_TOPOLOGY", topology(tmp_path, 2, 2))
+    monkeypatch.setenv("TEST_DIES", str(rank))
+    over = {"steps": 12, "save_every": 2}
+    one, other = tmp_path / "straight", tmp_path / "killed"
+    run_ranks("dpo", one, 4, **over)
+    with pytest.raises(AssertionError, match=words):
+        run_ranks("test_roles:dies", other, 4)
+    assert 4 <= len(events(other)) < 12
+    run_ranks("dpo", other, 4, resume=True, **over)
+    a, b = (load_file(x / "weights.safetensors") for x in (one, other))
     assert all(a[k].equal(b[k]) for k in a)
     keep = ("step", "loss", "grad_norm")
-    numbers = [{k: e[k] for k in keep} for e in events(tmp_path / "straight")]
-    assert numbers == [{k: e[k] for k in keep} for e in events(run)]
+    assert [[e[k] for k in keep] for e in events(one)] == [[e[k] for k in keep] for e in events(other)]
 
 
 def timed(root: str) -> None:

@@ -20,7 +20,7 @@ from rlhf_nb.core import DataError
 from rlhf_nb.data import toy
 from rlhf_nb.data.formats import DataWarning, to_format, to_rows
 from rlhf_nb.data.rows import in_kind, load_rows, stream_rows
-from rlhf_nb.data.shapes import SHAPES, DataNote, Reading, shape_table
+from rlhf_nb.data.shapes import SHAPES, DataNote, Reading
 from rlhf_nb.data.sources import tokenize_preferences, tokenize_prompts, tokenize_sft
 from rlhf_nb.data.templates import train_bpe
 from rlhf_nb.pipeline.data_look import text_parts
@@ -471,6 +471,15 @@ def test_every_entry_of_the_table_is_tried_here() -> None:
     for row, prompt in ((turns, Q[0]), (halves, f"Answer.\n\n{Q[0]}")):
         (found,) = to_rows([row], "preference")
         assert found == {"prompt": [user(prompt)], "chosen": [says(A[0])], "rejected": [says(B[0])]}
+
+
+def shape_table() -> str:
+    """The shapes, their columns and what comes of them, as a table in Markdown."""
+    lines = ["| shape | columns | read as |", "|---|---|---|"]
+    for s in SHAPES:
+        columns = "; ".join(f"`{text}` → {role}" if text != role else f"`{text}`" for role, text in s.roles.items())
+        lines.append(f"| `{s.name}` ({s.title}) | {columns.replace('|', chr(92) + '|')} | {s.gives} |")
+    return "\n".join(lines)
 
 
 def test_the_table_in_the_documentation_is_the_table_in_the_code() -> None:

@@ -296,7 +296,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("ppo", {"lag": -1}, "rollouts.lag"),
     ("rloo", {"baseline": "remax"}, "rollouts.lag is 2, but baseline=remax asks for the reward of greedy answers: set"),
     ("online", {"opponent": "reference"}, "rollouts.lag is 2, but opponent is 'reference', whose answers are drawn"),
-    ("online", {"loss": "nash_md"}, "rollouts.lag is 2, but opponent is 'mixture', whose answers are drawn"),
 ]
 
 

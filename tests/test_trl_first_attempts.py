@@ -185,7 +185,7 @@ trainer.train()
 """),
     "nash-md and xpo": Attempt("""
 from rlhf_nb import NashMDConfig, NashMDTrainer, XPOTrainer
-""", r"OnlineDPOConfig\(loss='nash_md', mixture=0.5\)"),
+""", r"OnlineDPOConfig\(opponent='reference'\)"),
     "gkd": Attempt("""
 from rlhf_nb.train.distill import DistillConfig, DistillTrainer
 trainer = DistillTrainer(

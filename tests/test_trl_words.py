@@ -20,6 +20,7 @@ from rlhf_nb import (
     GRPOConfig,
     GRPOTrainer,
     KTOTrainer,
+    OnlineDPOConfig,
     PPOConfig,
     PPOTrainer,
     RewardTrainer,
@@ -28,7 +29,7 @@ from rlhf_nb import (
     SFTConfig,
     SFTTrainer,
 )
-from rlhf_nb.aliases import BATCHES, CONVERTED, TrlNote, trl_words
+from rlhf_nb.aliases import BATCHES, CONVERTED, TrlNote, elsewhere, trl_words
 from rlhf_nb.config import SamplingConfig
 from rlhf_nb.core import ConfigError, DataError, ModelError, RlhfError
 from rlhf_nb.data import toy
@@ -399,6 +400,13 @@ def test_an_option_or_kind_of_an_earlier_version() -> None:
             for given in ({"kind": said}, f"{said}:4"):
                 with pytest.raises(ConfigError, match=re.escape(row["was"])):
                     GRPOConfig(decoder=given)
+            continue
+        if of in ("suite", "rule"):  # of an evaluation
+            assert row["was"] in elsewhere(word)
+            continue
+        if of in ("loss", "opponent"):
+            with pytest.raises(ConfigError, match=re.escape(row["was"])):
+                OnlineDPOConfig(**{of: said})
             continue
         if of == "sampler":
             with pytest.raises(ConfigError, match=re.escape(row["was"])):

@@ -56,8 +56,8 @@ class Capability(NamedTuple):
     def __str__(self) -> str:
         d = self.difference
         more = f"; about {_round(self.needed):,} prompts would do" if self.needed else ""
-        found = f"{d.value:+.3f} [{d.low:+.3f}, {d.high:+.3f}], margin {self.margin:g} ({d.n} prompts{more})"
-        return f"{self.suite}: {self.verdict}, {found}"
+        interval = f"{d.value:+.3f} [{d.low:+.3f}, {d.high:+.3f}], margin {self.margin:g} ({d.n} prompts{more})"
+        return f"{self.suite}: {self.verdict}, {interval}"
 
 
 _SAME = "seed system raw greedy max_new_tokens temperature top_k top_p min_p judge rules".split()

@@ -79,7 +79,7 @@ def _judge_sides(
     sides: Sequence[_Side], config: CompareConfig, folder: Path, say: Callable[[str], None] | None
 ) -> dict[tuple[int, int], Judged]:
     """What a judge says of each pair; kept, so that what was cut off goes on."""
-    said = judge_settings(config)
+    judged_by = judge_settings(config)
     suite, answers = Suite.read(sides[0].folder / "suite.json"), []
     for side in sides:
         mine: dict[str, list[str]] = {}
@@ -92,10 +92,10 @@ def _judge_sides(
     out = {}
     for i, j in combinations(range(len(sides)), 2):
         place = folder / f"judged-{short_name(sides[i].name)}-{short_name(sides[j].name)}"
-        asked = {"judge": said, "of": [_fingerprint(answers[i]), _fingerprint(answers[j])]}
-        asked |= {"rules": versions_of(suite, config, pairs=True)}
+        settings = {"judge": judged_by, "of": [_fingerprint(answers[i]), _fingerprint(answers[j])]}
+        settings |= {"rules": versions_of(suite, config, pairs=True)}
         work = pair_work(answers[i], answers[j], lambda *x: verdicts_of(judge, *x))  # type: ignore[arg-type]
-        out[i, j] = judged_of(run_rows(suite, work, place, asked, say=say))
+        out[i, j] = judged_of(run_rows(suite, work, place, settings, say=say))
     return out
 
 

@@ -23,7 +23,6 @@ from ..config import DataConfig, ModelConfig, PathText, PrecisionName, StrictCon
 from ..core import ConfigError, DataError, decide_precision, did_you_mean
 from ..data.formats import prompt_text
 from ..data.templates import as_chat, encode_continuations, encode_prompts
-from ..evaluate.metrics import cluster_prompts, embed
 from .results import Results, results_of
 from rlhf_nb.bench.suites import (
     RULES, AskModel, ModelAnswers, ScoringRule, Scores, Suite, Work, against_rule, answer_work, choice_work, dialogue,
@@ -70,8 +69,6 @@ class EvalConfig(Judging):
     raw: bool = option(False, "continue the bare text, without the chat template")
     chunk: int = option(16, "rows between two saves", ge=1)
     slice: str | None = option(None, "column by which scores are told apart; null: the suite's own")
-    clusters: int | None = option(None, "tell scores apart by so many clusters of prompts", ge=1)
-    embed: bool = option(False, "clusters by the model's own vectors instead of words")
     url: Address | None = option(None, "base address of a server with OpenAI's interface that answers; MODEL names it")
     key_env: KeyName | None = option(None, "NAME of the environment variable with that server's key; null: no key")
     timeout: float = option(60.0, "seconds for one request to that server", gt=0)
@@ -147,12 +144,12 @@ def entry_rule(entry: RewardEntry, tokenizer: Any, device: Any = "cpu") -> Scori
     score = scorer([entry], tokenizer, "rule", device)
 
     def rule(rows: Sequence[dict[str, Any]], answers: Sequence[Sequence[str]]) -> list[Scores]:
-        prompts = [dialogue(row["turns"][: len(said)], said[:-1]) for row, said in zip(rows, answers)]
-        values = next(iter(score(prompts, [said[-1] for said in answers], _columns(rows)).values()))
+        prompts = [dialogue(row["turns"][: len(replies)], replies[:-1]) for row, replies in zip(rows, answers)]
+        values = next(iter(score(prompts, [replies[-1] for replies in answers], _columns(rows)).values()))
         out: list[Scores] = [{"score": v} for v in values]
         if entry.verify == "number":
-            for scores, row, said in zip(out, rows, answers):
-                read, wanted = (extract_number(str(t)) for t in (said[-1], row.get("answer")))
+            for scores, row, replies in zip(out, rows, answers):
+                read, wanted = (extract_number(str(t)) for t in (replies[-1], row.get("answer")))
                 scores["read"] = None if read is None else str(read)
                 scores |= {} if wanted is None else {"wanted": str(wanted)}
         return out
@@ -168,8 +165,8 @@ def _with_measures(rule: ScoringRule, entries: Sequence[RewardEntry], tokenizer:
 
     def more(rows: Sequence[dict[str, Any]], answers: Sequence[Sequence[str]]) -> list[Scores]:
         out = rule(rows, answers)
-        prompts = [dialogue(row["turns"][: len(said)], said[:-1]) for row, said in zip(rows, answers)]
-        for name, values in score(prompts, [said[-1] for said in answers], _columns(rows)).items():
+        prompts = [dialogue(row["turns"][: len(replies)], replies[:-1]) for row, replies in zip(rows, answers)]
+        for name, values in score(prompts, [replies[-1] for replies in answers], _columns(rows)).items():
             for scores, value in zip(out, values):
                 scores[name if name != "score" else "measure"] = value
         return out
@@ -195,8 +192,8 @@ def named_judge(config: Judging, folder: str, tokenizer: Any) -> Judge | None:
     if not named:
         return None
     place: Any = {"output_dir": folder, "data": DataConfig(), "seed": config.seed, "model": ModelConfig()}
-    asked: Any = SimpleNamespace(judge=config.judge, device=config.device, precision=config.precision, **place)
-    return make_judge(asked)
+    job: Any = SimpleNamespace(judge=config.judge, device=config.device, precision=config.precision, **place)
+    return make_judge(job)
 
 
 def judge_settings(config: Judging) -> Any:
@@ -219,18 +216,18 @@ def make_rule(suite: Suite, config: EvalConfig, tokenizer: Any, folder: str) -> 
         ConfigError: the rule names nothing, or a judge is needed and none is named.
     """
     device = decide_precision(config.device, "fp32").device
-    said = suite.config.rule
-    kind = next((k for k in said if k in _RULES), None)
+    terms = suite.config.rule
+    kind = next((k for k in terms if k in _RULES), None)
     if kind is None:
-        if not said:
+        if not terms:
             raise ConfigError(f"suite {suite.config.name} has no rule: {', '.join(_RULES)} or {{verify: exact}}.")
         known = (*_RULES, "verify", "fn", "file", "model", "url", "classifier")
-        if not set(said) & set(known):
-            key = next(iter(said))
+        if not set(terms) & set(known):
+            key = next(iter(terms))
             hint = elsewhere(f"rule {key}") or did_you_mean(key, known, "There are: " + ", ".join(known))
             raise ConfigError(f"suite {suite.config.name}: there is no rule {key!r}. {hint}")
         try:
-            entry = RewardEntry.model_validate(said)
+            entry = RewardEntry.model_validate(terms)
         except ConfigError as e:
             raise ConfigError(f"suite {suite.config.name}, rule: {e}") from None
         rule = entry_rule(entry, tokenizer, device)
@@ -242,13 +239,13 @@ def make_rule(suite: Suite, config: EvalConfig, tokenizer: Any, folder: str) -> 
                 "  judge.model=FOLDER or hub name\n  judge.endpoint.url=http://HOST:PORT/v1 judge.endpoint.model=NAME\n"
                 "  'judge_rule={file: rules.py, fn: NAME}'"
             )
-        lacking = [row for row in suite.rows if said.get("against", "id") not in row]
+        lacking = [row for row in suite.rows if terms.get("against", "id") not in row]
         if lacking:
             raise DataError(
-                f"row {lacking[0]['id']!r}: the rule judge needs the column {said['against']!r}, the answer to beat. "
+                f"row {lacking[0]['id']!r}: the rule judge needs the column {terms['against']!r}, the answer to beat. "
                 f"It has: {', '.join(lacking[0])}. To rate answers by themselves, give a suite rule: {{judge: true}}."
             )
-        rule = against_rule(judge, said["against"]) if "against" in said else judge_rule(judge)
+        rule = against_rule(judge, terms["against"]) if "against" in terms else judge_rule(judge)
     else:
         rule = _OURS[kind]
     return _with_measures(rule, config.measures, tokenizer, device)
@@ -297,10 +294,10 @@ def token_rule(entry: RewardEntry) -> bool:
 def _server_asker(model: str, config: EvalConfig, how: Manner) -> AskModel:
     """A server that answers prompts."""
     s, first = how.sampling, [{"role": "system", "content": config.system}] if config.system else []
-    said = {"temperature": 0.0 if how.greedy else s.temperature, "max_tokens": s.max_new_tokens}
+    options = {"temperature": 0.0 if how.greedy else s.temperature, "max_tokens": s.max_new_tokens}
     more = {} if how.greedy or s.top_p == 1 else {"top_p": s.top_p}
-    said |= {"timeout": config.timeout, "concurrency": config.concurrency}
-    there = ChatEndpoint(str(config.url), model, key_env=config.key_env, extra=more, **said)
+    options |= {"timeout": config.timeout, "concurrency": config.concurrency}
+    there = ChatEndpoint(str(config.url), model, key_env=config.key_env, extra=more, **options)
 
     def ask(prompts: Sequence[Any], samples: int) -> ModelAnswers:
         chats = [[{"role": "user", "content": p}] if isinstance(p, str) else [*p] for p in prompts]
@@ -314,8 +311,8 @@ def _server_asker(model: str, config: EvalConfig, how: Manner) -> AskModel:
 def _check_server(suite: Suite, config: EvalConfig) -> None:
     """Refuse what a server can't be asked."""
     choice, decoder = suite.config.task == "choice", not config.decoder.is_plain
-    for key, asked in (("task: choice", choice), ("decoder", decoder), ("raw", config.raw), ("embed", config.embed)):
-        if config.url is not None and asked:
+    for key, wanted in (("task: choice", choice), ("decoder", decoder), ("raw", config.raw)):
+        if config.url is not None and wanted:
             raise ConfigError(f"url is {config.url}, which sends texts, but {key} needs the model: leave one out.")
 
 
@@ -340,12 +337,8 @@ def versions_of(suite: Suite, config: Judging, pairs: bool = False) -> dict[str,
     return {name: RULES.get(name, 1) for name in names}
 
 
-def _slices_of(suite: Suite, config: EvalConfig, net: Any, tokenizer: Any) -> list[str] | None:
+def _slices_of(suite: Suite, config: EvalConfig) -> list[str] | None:
     """Which slice each row belongs to; None: as the suite says."""
-    if config.clusters is not None:
-        texts = [prompt_text(row["turns"][0]) for row in suite.rows]
-        vectors = embed(net, tokenizer, texts) if config.embed else None
-        return cluster_prompts(texts, config.clusters, config.seed, vectors)
     if config.slice is None:
         return None
     lacking = [row for row in suite.rows if config.slice not in row]
@@ -392,7 +385,7 @@ def evaluate_suite(
         else:
             work, more, notes = _answering(model, suite, config, folder, loaded, samples)
             settings |= more
-        slices = _slices_of(suite, config, net, tokenizer)  # refuses a wrong column before anything is asked
+        slices = _slices_of(suite, config)  # refuses a wrong column before anything is asked
         lines = run_rows(suite, work, folder, settings, samples=samples, chunk=config.chunk, say=say)
         suite.save(folder / "suite.json")
         results = results_of(
@@ -422,7 +415,7 @@ def suites_told() -> str:
     """The suites in the box, a line for each."""
     lines = ["Suites:"]
     for name, path in suites().items():
-        said = read_config_file(path)
-        needs = "" if said.get("rows") else f" --file: {said.get('file')}."
-        lines.append(f"  {name:14s}{said.get('about', '')}{needs}")
+        settings = read_config_file(path)
+        needs = "" if settings.get("rows") else f" --file: {settings.get('file')}."
+        lines.append(f"  {name:14s}{settings.get('about', '')}{needs}")
     return "\n".join([*lines, f"Or a YAML file of yours. {me()} eval MODEL --suite NAME"])

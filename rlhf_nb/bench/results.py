@@ -105,8 +105,8 @@ class Results(StrictConfig):
             raise DataError(f"{path}: {e}.") from e
         if not isinstance(value, dict) or value.get("format") != "rlhf-nb/eval" or value.get("version") != 1:
             kind = isinstance(value, dict)
-            found = f"{value.get('format')!r}, version {value.get('version')!r}" if kind else "something else"
-            raise DataError(f"{path} holds {found}; results of format rlhf-nb/eval, version 1, are read.")
+            held = f"{value.get('format')!r}, version {value.get('version')!r}" if kind else "something else"
+            raise DataError(f"{path} holds {held}; results of format rlhf-nb/eval, version 1, are read.")
         return cls.model_validate(value)
 
 # %% ../../nbs/bench/results.ipynb #83b24b5c
@@ -131,10 +131,10 @@ def _of_several(lines: Sequence[Mapping[str, Any]], samples: int, level: float, 
     ks = sorted({k for k in (1, 2, 4, 8, 16, 32, 64, 128, samples) if k <= samples})
     out = {f"pass@{k}": pass_interval([math.nan if v is None else v for v in scored], samples, k, level) for k in ks}
     if all("wanted" in line["scores"] for line in lines):
-        said = [line["scores"].get("read") for line in lines]
+        answers = [line["scores"].get("read") for line in lines]
         wanted = [lines[i]["scores"]["wanted"] for i in range(0, len(lines), samples)]
         odd = samples if samples % 2 else samples - 1
-        out[f"majority@{odd}"] = majority_interval(said, wanted, samples, odd, level, seed)
+        out[f"majority@{odd}"] = majority_interval(answers, wanted, samples, odd, level, seed)
     return out
 
 
@@ -177,8 +177,8 @@ def results_of(
     notes = []
     for name, values in columns.items():
         rated = name == "score" or name.startswith("turn_")
-        if found := _estimate(values, ids, level, suite.config.scale if rated else None):
-            metrics[name] = found
+        if estimate := _estimate(values, ids, level, suite.config.scale if rated else None):
+            metrics[name] = estimate
         silent = sum(v is None for v in values)
         if silent and name == "score":
             notes.append(f"{silent} of {len(values)} answers have no score and don't count.")
@@ -315,12 +315,12 @@ class Judged(NamedTuple):
         )
 
 
-def _transcript(turns: Sequence[Any], said: Sequence[str]) -> Any:
+def _transcript(turns: Sequence[Any], answers: Sequence[str]) -> Any:
     """An answer as a judge sees it: the text itself, or the whole dialogue from the first answer on."""
-    if len(said) == 1:
-        return said[0]
-    last = {"role": "assistant", "content": said[-1] or "(no answer)"}
-    return [*dialogue(turns[: len(said)], said[:-1])[-2 * (len(said) - 1) :], last]
+    if len(answers) == 1:
+        return answers[0]
+    last = {"role": "assistant", "content": answers[-1] or "(no answer)"}
+    return [*dialogue(turns[: len(answers)], answers[:-1])[-2 * (len(answers) - 1) :], last]
 
 
 def pair_work(
@@ -340,9 +340,9 @@ def pair_work(
         shown = [[_transcript(row["turns"], side[row["id"]][: t + 1]) for row, t in places] for side in (first, second)]
         criteria = criteria_of(places)
         more = () if criteria is None else (criteria,)
-        said = verdicts([row["turns"][0] for row, _ in places], *shown, *more)
+        judged = verdicts([row["turns"][0] for row, _ in places], *shown, *more)
         both = {id(row): ([], []) for row in rows}  # type: dict[int, tuple[list[Any], list[Any]]]
-        for (row, _), f, b in zip(places, said.forward, said.backward, strict=True):
+        for (row, _), f, b in zip(places, judged.forward, judged.backward, strict=True):
             both[id(row)][0].append(f)
             both[id(row)][1].append(b)
         return [[{"forward": both[id(row)][0], "backward": both[id(row)][1]}] for row in rows]

@@ -66,10 +66,10 @@ def read_generation(place: ModelConfig) -> dict[str, Any]:
     if kind == "gguf":
         return {}
     try:
-        found = pretrained(GenerationConfig, where, "generation config", revision=place.revision)
+        generation = pretrained(GenerationConfig, where, "generation config", revision=place.revision)
     except ModelError:
         return {}  # adapters and models that were saved by hand have none
-    told = dict(found.to_diff_dict())
+    told = dict(generation.to_diff_dict())
     ends = told.get("eos_token_id")
     numbers = [*(ends if isinstance(ends, list) else [ends]), *map(told.get, (*_OTHERS, "max_new_tokens"))]
     try:
@@ -105,13 +105,13 @@ def manner_of(
         other = next(name for name, value in named.items() if value is not None)
         raise ConfigError(f"--greedy and {other} contradict each other: the likeliest answer is one. Leave one out.")
     own = {k: says[k] for k in _OURS if says.get(k) is not None} if chat and says.get("do_sample") else {}
-    said = {k: v for k, v in (("temperature", temperature), ("top_p", top_p)) if v is not None}
+    typed = {k: v for k, v in (("temperature", temperature), ("top_p", top_p)) if v is not None}
     longest = max_new_tokens or says.get("max_new_tokens") or (256 if chat else 64)
     listed = says.get("eos_token_id")
     eos = [*(listed if isinstance(listed, list) else [listed]), tokenizer.eos_token_id] if chat else []
-    likeliest = greedy or (chat and not said and not own and n == 1)
+    likeliest = greedy or (chat and not typed and not own and n == 1)
     unused = {k: says[k] for k, off in _OTHERS.items() if chat and says.get(k) not in (None, off)}
-    drawn = {k: v for k, v in (own | said).items() if k != "temperature" or v > 0}
+    drawn = {k: v for k, v in (own | typed).items() if k != "temperature" or v > 0}
     sampling = SamplingConfig(max_new_tokens=int(longest), **(drawn if not likeliest else {}))
     return Manner(chat, sampling, likeliest, sorted({int(i) for i in eos if i is not None}), unused)
 
@@ -235,14 +235,14 @@ class Partner:
             if not self.manner.greedy:
                 how |= {"temperature": s.temperature, "top_p": s.top_p, "top_k": s.top_k or None}
                 how |= {"min_p": s.min_p or None}
-            pieces, asked = _Pieces(self.tokenizer, say, self.stops), torch.tensor([ids], device=device)
+            pieces, prompt = _Pieces(self.tokenizer, say, self.stops), torch.tensor([ids], device=device)
             config = GenerationConfig(
                 do_sample=not self.manner.greedy, pad_token_id=self.tokenizer.pad_token_id, **how, **self.says
             )
             torch.manual_seed(derive_seed(self.seed, "chat", self.turns))
             with evaluating(self.model):
                 self.model.generate(
-                    asked, attention_mask=torch.ones_like(asked), generation_config=config, streamer=pieces,
+                    prompt, attention_mask=torch.ones_like(prompt), generation_config=config, streamer=pieces,
                     stopping_criteria=StoppingCriteriaList([pieces.over] if self.stops else []),
                 )  # fmt: skip
         except BaseException:
@@ -254,9 +254,9 @@ class Partner:
         """The decoder's answer to these tokens, and its bill."""
         assert self.decoder is not None
         device = self.model.get_input_embeddings().weight.device
-        asked = PromptBatch.from_lists([ids], prompts=[list(self.history)]).to(device)
+        prompt = PromptBatch.from_lists([ids], prompts=[list(self.history)]).to(device)
         r = self.decoder.generate(
-            self.model, asked, self.manner.sampling, tokenizer=self.tokenizer,
+            self.model, prompt, self.manner.sampling, tokenizer=self.tokenizer,
             seed=derive_seed(self.seed, "chat", self.turns),
             greedy=self.manner.greedy, eos=self.manner.eos or None,
         )  # fmt: skip
@@ -375,18 +375,18 @@ def decoder_settings(
     Raises:
         ConfigError: an unknown kind or setting, or settings for no decoder.
     """
-    said = parse_overrides([*([f"reward={reward}"] if reward else []), *(more or [])])
+    settings = parse_overrides([*([f"reward={reward}"] if reward else []), *(more or [])])
     if stop:
-        said["stop"] = list(stop)
+        settings["stop"] = list(stop)
     if decoder is None:
-        if stop and set(said) == {"stop"}:
-            return DecoderConfig.model_validate(said)
-        if said:
+        if stop and set(settings) == {"stop"}:
+            return DecoderConfig.model_validate(settings)
+        if settings:
             raise ConfigError(
-                f"{next(iter(said))} belongs to a decoder, and none is named: --decoder best_of_n:16, say."
+                f"{next(iter(settings))} belongs to a decoder, and none is named: --decoder best_of_n:16, say."
             )
         return None
-    return DecoderConfig.model_validate({"kind": decoder, **said})
+    return DecoderConfig.model_validate({"kind": decoder, **settings})
 
 
 def _load_decoder(settings: DecoderConfig | None, greedy: bool, device: Any) -> Decoder | None:

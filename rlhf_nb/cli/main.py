@@ -7,7 +7,7 @@ import os
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,7 @@ from rlhf_nb.cli.settings import (
     recipes, say_what_to_train, setting_of, settings_help, typed,
 )  # fmt: skip
 from ..aliases import elsewhere
-from ..console import as_settings
-from ..console import again as _again
-from ..console import me as _me
-from ..console import rank as _rank
-from ..console import tell as _tell
+from ..console import again as _again, as_settings, me as _me, rank as _rank, tell as _tell
 from ..errors import ConfigError, RunError, suggest
 
 # tests and benchmarks take these from here
@@ -272,6 +268,7 @@ def _demo_real(output_dir: str, overrides: Sequence[str], debug: bool) -> None:
         real_demo(settings(output_dir, [*model, *overrides]), say, print_rich, _me())
 
 
+@cache
 def _said() -> dict[str, Any]:
     """What the demo says."""
     from rlhf_nb.strict import table_of

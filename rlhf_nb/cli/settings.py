@@ -132,7 +132,7 @@ def settings_help(kind: str, command: str) -> str:
 
 # %% ../../nbs/cli/settings.ipynb #c5e70005
 # as `--help` shows them; a method that is named nowhere is listed under Train
-GROUPS: dict[str, list[str]] = _COMMANDS["groups"]
+GROUPS: dict[str, tuple[str, ...]] = {group: tuple(names) for group, names in _COMMANDS["groups"].items()}
 EXAMPLES: dict[str, str] = _COMMANDS["examples"]  # the line that is typed most
 
 # %% ../../nbs/cli/settings.ipynb #c5e700b8

@@ -233,9 +233,9 @@ def _reasoned(message: Any) -> Any:
     """A message whose thoughts stand under each of the names by which templates read them."""
     if isinstance(message, dict):
         thoughts = (message.get(k) for k in ("reasoning_content", "thinking", "reasoning"))
-        found = next((t for t in thoughts if t is not None), None)
-        if found is not None:
-            return {"thinking": found, **message, "reasoning_content": found}
+        thought = next((t for t in thoughts if t is not None), None)
+        if thought is not None:
+            return {"thinking": thought, **message, "reasoning_content": thought}
     return message
 
 # %% ../../nbs/data/foreign.ipynb #fe1b2c73

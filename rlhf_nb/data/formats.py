@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import ast
-import math
 import re
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from difflib import SequenceMatcher
 from os.path import commonprefix
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 from ..core import DataError, check_choice, suggest
 from ..errors import listed
 from rlhf_nb.data.shapes import (
-    COLUMNS, PLAIN, SPEAKERS, SYSTEM, NothingToCompare, Reading, Shape, columns_used, instructions,
+    COLUMNS, PLAIN, SPEAKERS, SYSTEM, NothingToCompare, Reading, Shape, columns_used, finite_number, instructions,
     note_shape, read_as, recognise, shapes_of,
 )  # fmt: skip
 from ..strict import table_of
@@ -51,7 +51,7 @@ def warn_of(name: str, kind: type[UserWarning] = DataWarning, /, **words: Any) -
 __all__ = ['Message', 'Text', 'Row', 'OPTIONAL', 'SFT_FORMATS', 'PROMPTED', 'USUAL', 'ROLES', 'HUMAN', 'ASSISTANT', 'DataWarning',
            'warn_rows', 'warn_of', 'detect_format', 'renamed', 'check_messages', 'without_none', 'hermes_as_calls',
            'thoughts_of', 'with_thoughts', 'check_text', 'prompt_text', 'is_hh', 'parse_hh', 'extract_prompt',
-           'to_format', 'format_of', 'whole_rows', 'to_rows', 'disliked', 'COLUMNS']
+           'to_format', 'shape_of', 'format_of', 'whole_rows', 'to_rows', 'disliked', 'COLUMNS']
 
 # %% ../../nbs/data/formats.ipynb #e9212480
 _all_ = ["COLUMNS"]
@@ -104,18 +104,17 @@ def _no_format(columns: Iterable[str] | Mapping[str, Any], allowed: Sequence[str
             f"{begins} They are read as {shapes[0].says(row)}, which makes {'+'.join(COLUMNS[shapes[0].gives])}. "
             f"{_elsewhere(allowed)}"
         )
-    found: dict[str, str] = {}
-    hint = ""
+    guesses, hint = dict[str, str](), ""
     for c in there:
         if c in names:
             continue
-        near, misspelt = _guess(c, [n for n in names if n not in there and n not in found.values()])
+        near, misspelt = _guess(c, [n for n in names if n not in there and n not in guesses.values()])
         if near:
-            found[c] = near
+            guesses[c] = near
             hint += f" Did you mean {near!r} by {c!r}?" if misspelt else ""
-    if found and _reads(columns, found, allowed):
-        renames = ", ".join(f"{old}: {new}" for old, new in found.items())
-        cure = f"data.columns={{{renames}}} reads {'it' if len(found) == 1 else 'them'} so."
+    if guesses and _reads(columns, guesses, allowed):
+        renames = ", ".join(f"{old}: {new}" for old, new in guesses.items())
+        cure = f"data.columns={{{renames}}} reads {'it' if len(guesses) == 1 else 'them'} so."
     else:
         cure = "data.columns={OLD: NEW} gives a column another name. " + _elsewhere(allowed)
     return DataError(f"{begins}{hint} {cure}")
@@ -160,10 +159,10 @@ def detect_format(
     for name in order:
         check_choice("data format", name, COLUMNS, DataError)
     there = set(_present(columns))
-    found = next((name for name in order if there.issuperset(COLUMNS[name])), None)
-    if found is None:
+    fmt = next((name for name in order if there.issuperset(COLUMNS[name])), None)
+    if fmt is None:
         raise _no_format(columns, order, where)
-    return found
+    return fmt
 
 # %% ../../nbs/data/formats.ipynb #30921945
 def renamed(rows: Iterable[Row], names: Mapping[str, str | None]) -> Iterator[Row]:
@@ -236,17 +235,15 @@ def _texts(content: Any, where: str) -> str:
 def _called(message: Mapping[str, Any]) -> Message:
     """A message as chat templates take it: calls of tools with arguments as values, not as JSON text; parts of text as
     one; nothing that is None."""
-    found: Message = without_none({"content": "", **{k: v for k, v in message.items() if v is not None}})
-    if not isinstance(found["content"], str):
-        found["content"] = _texts(found["content"], "content")
-    for call in found.get("tool_calls", []) or []:
+    cleaned: Message = without_none({"content": "", **{k: v for k, v in message.items() if v is not None}})
+    if not isinstance(cleaned["content"], str):
+        cleaned["content"] = _texts(cleaned["content"], "content")
+    for call in cleaned.get("tool_calls", []) or []:
         function = call.get("function", call) if isinstance(call, dict) else {}
         if isinstance(function.get("arguments"), str):
-            try:
+            with suppress(ValueError):  # a template may write it as it is
                 function["arguments"] = json_value(function["arguments"] or "{}")
-            except ValueError:
-                pass  # a template may write it as it is
-    return {k: found[k] for k in ("role", "content", *found) if k in found}
+    return {k: cleaned[k] for k in ("role", "content", *cleaned) if k in cleaned}
 
 
 def without_none(value: Any) -> Any:
@@ -298,7 +295,7 @@ def hermes_as_calls(messages: list[Message], tools: Any = None) -> tuple[list[Me
                 words = _TAGGED["tool_call"].sub("", m["content"]).strip()
                 m = {**m, "content": words, "tool_calls": [{"type": "function", "function": c} for c in each]}
             elif m["role"] == "tool":
-                m = {**m, "content": _TAGGED["tool_response"].sub(lambda found: found[1].strip(), m["content"])}
+                m = {**m, "content": _TAGGED["tool_response"].sub(lambda match: match[1].strip(), m["content"])}
             out.append(m)
     except (ValueError, SyntaxError, KeyError, TypeError, MemoryError, RecursionError):
         return messages, tools
@@ -311,9 +308,9 @@ _THINKS = ("reasoning_content", "thinking", "reasoning")  # keys of thoughts
 
 def thoughts_of(message: Mapping[str, Any]) -> tuple[str, str]:
     """What a message only thinks, under whatever name or between <think> and </think>, and what it says."""
-    said, apart = str(message.get("content") or ""), next((message[k] for k in _THINKS if message.get(k)), None)
-    inside = _THOUGHT.match(said) if apart is None else None
-    return (inside[1].strip(), said[inside.end() :].lstrip()) if inside else (str(apart or "").strip(), said)
+    words, apart = str(message.get("content") or ""), next((message[k] for k in _THINKS if message.get(k)), None)
+    inside = _THOUGHT.match(words) if apart is None else None
+    return (inside[1].strip(), words[inside.end() :].lstrip()) if inside else (str(apart or "").strip(), words)
 
 
 def with_thoughts(messages: Any, how: str) -> Any:
@@ -322,8 +319,8 @@ def with_thoughts(messages: Any, how: str) -> Any:
         return messages
     out = []
     for m in messages:
-        thoughts, said = thoughts_of(m)
-        content = f"<think>\n{thoughts}\n</think>\n\n{said}" if how == "inline" else said
+        thoughts, words = thoughts_of(m)
+        content = f"<think>\n{thoughts}\n</think>\n\n{words}" if how == "inline" else words
         out.append({**{k: v for k, v in m.items() if k not in _THINKS}, "content": content} if thoughts else m)
     return out
 
@@ -471,11 +468,8 @@ def _label(value: Any, where: str) -> bool:
 
 def _margin(value: Any, where: str) -> float:
     """A margin as a finite number."""
-    try:
-        margin = float(value)
-    except (TypeError, ValueError, OverflowError):
-        margin = math.nan
-    if not math.isfinite(margin):
+    margin = finite_number(value)
+    if margin is None:
         raise DataError(f"{where} is {value!r:.40}; expected a finite number: by how much chosen is better.")
     return margin
 
@@ -512,11 +506,10 @@ def _preference(row: Row, where: str) -> Row:
 
 def _worth(value: Any, where: str) -> bool | float:
     """A step's label: a truth value, or a share between 0 and 1; CSV files bring it as text."""
-    try:
-        share = float(value)
-    except (TypeError, ValueError, OverflowError):
+    share = finite_number(value)
+    if share is None:
         return _label(value, where)
-    if isinstance(value, bool) or share in (0.0, 1.0):
+    if share in (0.0, 1.0):
         return bool(share)
     if not 0 < share < 1:
         raise DataError(f"{where} is {value!r:.40}; expected 0 or 1 (false or true), or a share in between.")
@@ -540,10 +533,8 @@ def _tools(row: Row, where: str) -> Row:
     """The tools beside messages, as chat templates take them: a list of JSON schemas; nothing where there are none."""
     tools = row.get("tools")
     if isinstance(tools, str) and tools.strip():
-        try:
+        with suppress(ValueError):
             tools = json_value(tools)
-        except ValueError:
-            tools = str(tools)
     turns = row.get("messages")
     first = turns[0] if isinstance(turns, list) and turns and isinstance(turns[0], Mapping) else {}
     if tools in (None, "", []) or (first.get("role") == "system" and "<tools>" in str(first.get("content"))):
@@ -555,20 +546,20 @@ def _tools(row: Row, where: str) -> Row:
     return {"tools": without_none(tools)}
 
 
-def _instructed(row: Row, found: Row) -> Row:
+def _instructed(row: Row, normal: Row) -> Row:
     """A row whose column `system` has become the first message of its prompt."""
     words = instructions(row)
-    if not words or "text" in found:
-        return found
+    if not words or "text" in normal:
+        return normal
     first = [{"role": "system", "content": words}]
-    if "messages" in found:
-        turns = found["messages"]
-        return found if turns[0]["role"] == "system" else {**found, "messages": first + turns}
-    prompt = found["prompt"]
+    if "messages" in normal:
+        turns = normal["messages"]
+        return normal if turns[0]["role"] == "system" else {**normal, "messages": first + turns}
+    prompt = normal["prompt"]
     turns = ([{"role": "user", "content": prompt}] if prompt else []) if isinstance(prompt, str) else prompt
     turns = turns if turns and turns[0]["role"] == "system" else first + turns
-    sides = [k for k in ("completion", "chosen", "rejected") if k in found]
-    return {**found, "prompt": turns, **{k: _same_kind(turns, found[k])[1] for k in sides}}
+    sides = [k for k in ("completion", "chosen", "rejected") if k in normal]
+    return {**normal, "prompt": turns, **{k: _same_kind(turns, normal[k])[1] for k in sides}}
 
 
 def _normal(row: Row, fmt: str, where: str) -> Row:
@@ -626,12 +617,17 @@ def _checked(row: Row, fmt: str, where: str, shape: Shape | None, given: Row) ->
     try:
         return _normal(row, fmt, where)
     except DataError as e:
-        said = str(e)
+        message = str(e)
         for role, terms in ((shape.columns(given) or {}) if shape is not None else {}).items():
             column = next((names[0] for names in terms if names), role)
             if column != role:
-                said = re.sub(rf"^{re.escape(where)}, {role}\b", f"{where}, {column} ({role})", said)
-        raise DataError(said) from e
+                message = re.sub(rf"^{re.escape(where)}, {role}\b", f"{where}, {column} ({role})", message)
+        raise DataError(message) from e
+
+
+def _allowed(to: str | None) -> tuple[str, ...]:
+    """The formats that serve a purpose, as `to_format` is told it."""
+    return {"sft": SFT_FORMATS, "prompt": PROMPTED, None: tuple(COLUMNS)}.get(to, (str(to),))
 
 
 def _native(there: set[str], formats: Iterable[str]) -> dict[str, set[str]]:
@@ -653,8 +649,7 @@ def _read(row: Row, to: str | None, where: str, reading: Reading) -> tuple[Row, 
             f"{where}, {seen}: the row has pictures or sound, not text. data.columns={{{seen}: null}} goes without."
         )
     begins, to = to == "episode", "prompt" if to == "episode" else to
-    allowed = SFT_FORMATS if to == "sft" else PROMPTED if to == "prompt" else tuple(COLUMNS) if to is None else (to,)
-    there, given = set(_present(row)), row
+    there, given, allowed = set(_present(row)), row, _allowed(to)
     native = _native(there, allowed)
     shape = recognise(row, to, native, where, reading)
     if begins and not (shape or native or any(_guess(c, ("prompt", "messages"))[1] for c in there)):
@@ -666,31 +661,35 @@ def _read(row: Row, to: str | None, where: str, reading: Reading) -> tuple[Row, 
         rivals = {n for s in shapes_of(row, to) for n in columns_used(s, row)}
         row = row if to == "prompt" else {k: v for k, v in row.items() if k not in rivals or k in COLUMNS[allowed[0]]}
     fmt = detect_format(row, allowed, where)
-    found = _checked(row, fmt, where, shape, given)
+    normal = _checked(row, fmt, where, shape, given)
     if to == "sft" and fmt == "preference":
-        found = {"prompt": found["prompt"], "completion": found["chosen"]}
+        normal = {"prompt": normal["prompt"], "completion": normal["chosen"]}
     elif to == "prompt":
-        found = {"prompt": _question(found, where)}
-    found = _instructed(row, {k: with_thoughts(v, reading.thoughts) for k, v in found.items()})
-    if isinstance(found.get("prompt"), list):
-        found |= _tools(row, where)
+        normal = {"prompt": _question(normal, where)}
+    normal = _instructed(row, {k: with_thoughts(v, reading.thoughts) for k, v in normal.items()})
+    if isinstance(normal.get("prompt"), list):
+        normal |= _tools(row, where)
     beside = to == "prompt" and row.get("prompt") is not None  # a reference answer stays beside its prompt
-    used = {*found} if beside else {*COLUMNS[fmt], *OPTIONAL.get(fmt, ()), *found}
-    used |= {*SYSTEM, "tools"} if "messages" in found or isinstance(found.get("prompt"), list) else set()
+    used = {*normal} if beside else {*COLUMNS[fmt], *OPTIONAL.get(fmt, ()), *normal}
+    used |= {*SYSTEM, "tools"} if "messages" in normal or isinstance(normal.get("prompt"), list) else set()
     # None in a column of a format: the row is of another one
     void = {c for f in COLUMNS.values() for c in f} if to != "prompt" else set()
     more = {k: v for k, v in row.items() if k not in used and (v is not None or k not in void)}
-    return {**found, **more}, shape
+    return {**normal, **more}, shape
 
 # %% ../../nbs/data/formats.ipynb #700bfbd8
+def shape_of(row: Row, to: str | None = None, reading: Reading = PLAIN) -> Shape | None:
+    """The shape that a file's first row is read in, None: its columns are a format already; see `to_format`."""
+    return recognise(row, to, _native(set(_present(row)), _allowed(to)), "row 0", reading)
+
+
 def format_of(row: Row, reading: Reading = PLAIN) -> str:
     """The format that a row is in, or that its shape makes; see `to_format` for arguments and errors."""
-    there = set(_present(row))
-    shape = recognise(row, None, _native(there, COLUMNS), "row 0", reading)
-    found = detect_format(row, None, "row 0") if shape is None else shape.gives
-    turns = row["messages"] if found == "messages" and shape is None else None
+    shape = shape_of(row, None, reading)
+    fmt = detect_format(row, None, "row 0") if shape is None else shape.gives
+    turns = row["messages"] if fmt == "messages" and shape is None else None
     asks = isinstance(turns, list) and {m.get("role") for m in turns if isinstance(m, Mapping)} <= {"system", "user"}
-    return "prompt" if turns and asks else found  # questions to be checked by a reward, as in Tülu's RLVR
+    return "prompt" if turns and asks else fmt  # questions to be checked by a reward, as in Tülu's RLVR
 
 
 def whole_rows(rows: Iterable[Row]) -> Iterator[Row]:
@@ -727,7 +726,7 @@ def to_rows(rows: Iterable[Row], to: str | None = None, reading: Reading = PLAIN
                     raise NothingToCompare(
                         f"row {i}: the label says that this answer was disliked, so it is no demonstration."
                     )
-                found, shape = _read(row, to, f"row {i}", reading)
+                normal, shape = _read(row, to, f"row {i}", reading)
             except NothingToCompare as e:
                 why = why or str(e)
                 left["are disliked answers" if to == "sft" else "have no two answers of which one is better"] += 1
@@ -737,7 +736,7 @@ def to_rows(rows: Iterable[Row], to: str | None = None, reading: Reading = PLAIN
                 note_shape(shape, row)
             kept += 1
             begun += shape is not None and shape.name == "sharegpt" and _begins_with_answer(row)
-            yield found
+            yield normal
         if left and not kept:
             raise DataError(f"All {left.total()} rows are left out. {why}")
     finally:

@@ -35,12 +35,12 @@ def offline() -> bool:
 
 def _behind(error: BaseException) -> list[BaseException]:
     """An error, and those that it was made from."""
-    found: list[BaseException] = []
+    errors: list[BaseException] = []
     at: BaseException | None = error
-    while at is not None and at not in found:
-        found.append(at)
+    while at is not None and at not in errors:
+        errors.append(at)
         at = at.__cause__ or at.__context__
-    return found
+    return errors
 
 
 def kinds_of(error: BaseException) -> set[str]:
@@ -50,8 +50,8 @@ def kinds_of(error: BaseException) -> set[str]:
 
 def status_of(error: BaseException) -> int | None:
     """The status that the hub answered with; None: it didn't answer."""
-    said = (getattr(getattr(e, "response", None), "status_code", None) for e in _behind(error))
-    return next((status for status in said if status is not None), None)
+    statuses = (getattr(getattr(e, "response", None), "status_code", None) for e in _behind(error))
+    return next((status for status in statuses if status is not None), None)
 
 
 HUB_WORDS = table_of("data/hub.yaml")  # sentences for each kind of trouble
@@ -116,16 +116,16 @@ def _from_cache(name: str, subset: str | None, revision: str | None) -> Any:
     *owner, own = name.split("/")
     root = Path(datasets.config.HF_DATASETS_CACHE) / "___".join([*owner, camelcase_to_snakecase(own)])
     commit = _commit_here(name, revision)
-    found = {p.parts[-3]: p for p in sorted(root.glob(f"{subset or '*'}/*/{commit}")) if p.is_dir()}
-    if not found:
+    folders = {p.parts[-3]: p for p in sorted(root.glob(f"{subset or '*'}/*/{commit}")) if p.is_dir()}
+    if not folders:
         at = f" at revision {revision!r}" if revision else ""
         other = " Another revision of it is there, and is not taken in its place." if any(root.glob("*/*/*")) else ""
         raise DataError(f"the dataset {name!r}{at} is not in the cache.{other}")
-    if len(found) > 1 and "default" not in found:
+    if len(folders) > 1 and "default" not in folders:
         raise DataError(
-            f"the dataset {name!r} has several configurations, of which data.subset names one: {', '.join(found)}."
+            f"the dataset {name!r} has several configurations, of which data.subset names one: {', '.join(folders)}."
         )
-    place = found.get("default") or next(iter(found.values()))
+    place = folders.get("default") or next(iter(folders.values()))
     config, version = place.parts[-3:-1]
     return Cache(dataset_name=own, repo_id=name, config_name=config, version=version, hash=commit)
 
@@ -167,8 +167,8 @@ def explained(error: Exception, name: str, revision: str | None, split: str, sub
     """
     kinds = kinds_of(error)
     for pattern, meaning in HUB_WORDS["said"]:
-        if found := re.search(pattern, f"{' '.join(kinds)}: {error}"):
-            known = ast.literal_eval(found[1]) if found.groups() else []
+        if match := re.search(pattern, f"{' '.join(kinds)}: {error}"):
+            known = ast.literal_eval(match[1]) if match.groups() else []
             told = meaning.format(split=split, subset=subset, name=name, list=", ".join(map(str, known)))
             return f"the dataset {name!r} of the hub {told}"
     if kinds & {"DatasetGenerationError", "ArrowInvalid", "NonMatchingSplitsSizesError"} and status_of(error) is None:
@@ -308,8 +308,8 @@ def open_hub(
     Raises:
         DataError: it can't be had; says why and what to do.
     """
-    name, _, said = name.partition("@")
-    revision = revision or said or None
+    name, _, pinned = name.partition("@")
+    revision = revision or pinned or None
     with quiet_datasets():
         try:
             builder = _builder(name, subset, revision)

@@ -60,17 +60,17 @@ def sums(n: int, seed: int = 0, test: bool = False, size: int = _NUMBERS) -> lis
     def drawn() -> Iterator[Sum]:
         rng = random.Random(derive_seed("legs", seed, str(test)))
         while True:
-            found = Sum((rng.randint(0, 9), *(rng.randint(1, LARGEST) for _ in range(size - 1))))
-            if found.held_out == test:
-                yield found
+            new = Sum((rng.randint(0, 9), *(rng.randint(1, LARGEST) for _ in range(size - 1))))
+            if new.held_out == test:
+                yield new
 
     out: dict[Sum, None] = {}
     in_vain = 0  # draws since the last new one
-    for found in drawn():
+    for new in drawn():
         if len(out) == n or in_vain > 3000:
             break
-        in_vain = in_vain + 1 if found in out else 0
-        out[found] = None
+        in_vain = in_vain + 1 if new in out else 0
+        out[new] = None
     return list(out)
 
 
@@ -186,8 +186,8 @@ def legs_demonstrations(
         n, seed, test, size: as in `sums`.
         slip, by: as in `speak`.
     """
-    rng, asked = random.Random(derive_seed("legs speaker", seed, str(test))), sums(n, seed, test, size)
-    return [{"prompt": s.text, "completion": speak(s.text, rng, slip, by)} for _, s in zip(range(n), cycle(asked))]
+    rng, questions = random.Random(derive_seed("legs speaker", seed, str(test))), sums(n, seed, test, size)
+    return [{"prompt": s.text, "completion": speak(s.text, rng, slip, by)} for _, s in zip(range(n), cycle(questions))]
 
 
 def step_row(prompt: str, answer: str, soft: bool = True, slip: float = SLIP) -> Row:

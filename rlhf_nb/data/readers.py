@@ -84,15 +84,15 @@ def _json(path: Path) -> Iterator[Row]:
     """Rows of a JSON list, or of an object that holds one list; JSON lines under this name are read too."""
     try:
         with _bytes(path) as file:
-            found = json_value(file.read(MAX_FILE + 1), MAX_FILE, whole=False)
+            value = json_value(file.read(MAX_FILE + 1), MAX_FILE, whole=False)
     except Unreadable as e:
         if "(Extra data," in str(e):
             yield from _json_rows(path)
             return
         raise DataError(f"{path}{'' if e.line is None else f', line {e.line}'}: {e}.") from e
-    lists = [v for v in found.values() if isinstance(v, list)] if isinstance(found, dict) else [found]
+    lists = [v for v in value.values() if isinstance(v, list)] if isinstance(value, dict) else [value]
     if len(lists) != 1 or not isinstance(lists[0], list):
-        raise DataError(f"{path} holds {type(found).__name__}; expected a list of rows, or an object with one list.")
+        raise DataError(f"{path} holds {type(value).__name__}; expected a list of rows, or an object with one list.")
     yield from (_object(row, f"{path}, row {i}") for i, row in enumerate(lists[0]))
 
 # %% ../../nbs/data/readers.ipynb #8df64e4b
@@ -104,10 +104,10 @@ def _cell(text: str, name: str = "") -> Any:
     that text."""
     if text[:1] == "[" and text[-1:] == "]":
         try:
-            found = json_value(text, whole=False)
+            value = json_value(text, whole=False)
         except Unreadable:
             return text
-        return text if name in _TEXTS and not all(isinstance(x, dict) for x in found) else found
+        return text if name in _TEXTS and not all(isinstance(x, dict) for x in value) else value
     return text
 
 
@@ -135,8 +135,8 @@ def _csv(path: Path) -> Iterator[Row]:
         for k, row in enumerate(table, 2):
             if None in row or None in row.values():
                 names = [n for n in row if n is not None]
-                found = len(names) + len(row.get(None) or []) - list(row.values()).count(None)
-                here = f"{path}, record {k}: {found} cells for {len(names)} columns ({listed(names)})"
+                cells = len(names) + len(row.get(None) or []) - list(row.values()).count(None)
+                here = f"{path}, record {k}: {cells} cells for {len(names)} columns ({listed(names)})"
                 raise DataError(f"{here}; quote cells that hold commas.")
             yield {name: _cell(value, name) for name, value in row.items()}
 
@@ -189,8 +189,8 @@ def _read(path: Path, kind: str) -> Iterator[Row]:
             "UTF-8 (cp1252 and UTF-16 are the usual old ones)."
         ) from e
     except (OSError, EOFError, ValueError, zlib.error, csv.Error, RecursionError) as e:
-        said = f"{type(e).__name__}: {e}".splitlines()[0]
-        raise DataError(f"{path} can't be read beyond row {k} ({said}); fetch or write it again.") from e
+        reason = f"{type(e).__name__}: {e}".splitlines()[0]
+        raise DataError(f"{path} can't be read beyond row {k} ({reason}); fetch or write it again.") from e
 
 # %% ../../nbs/data/readers.ipynb #215e7cc6
 def _missing(path: Path) -> DataError:
@@ -211,10 +211,10 @@ _SPLITS = re.compile("train|test|valid|val|dev|eval", re.IGNORECASE)
 def _files_in(folder: Path) -> list[Path]:
     """The files of a folder that holds nothing but files of rows, none named after a split, by name; else empty: it has
     the hub's layout."""
-    found = sorted(p for p in folder.iterdir() if not p.name.lower().startswith((".", "readme", "license")))
-    ours = all(p.is_file() and _kind(p) and not _SPLITS.search(p.name) for p in found)
-    theirs = {"state.json", "dataset_dict.json", "dataset_info.json"}.intersection(p.name for p in found)
-    return found if ours and not theirs else []
+    files = sorted(p for p in folder.iterdir() if not p.name.lower().startswith((".", "readme", "license")))
+    ours = all(p.is_file() and _kind(p) and not _SPLITS.search(p.name) for p in files)
+    theirs = {"state.json", "dataset_dict.json", "dataset_info.json"}.intersection(p.name for p in files)
+    return files if ours and not theirs else []
 
 
 def _laid_out(name: str, split: str, subset: str | None, streaming: bool) -> Iterable[Row]:
@@ -223,12 +223,12 @@ def _laid_out(name: str, split: str, subset: str | None, streaming: bool) -> Ite
 
     try:
         if any((Path(name) / f).is_file() for f in ("state.json", "dataset_dict.json")):  # written by save_to_disk
-            found = datasets.load_from_disk(name)
-            if hasattr(found, "keys"):
-                if split not in found:
-                    raise ValueError(f"Unknown split {split!r}; there are {list(found)}")
-                found = found[split]
-            return found  # type: ignore[no-any-return]
+            loaded = datasets.load_from_disk(name)
+            if hasattr(loaded, "keys"):
+                if split not in loaded:
+                    raise ValueError(f"Unknown split {split!r}; there are {list(loaded)}")
+                loaded = loaded[split]
+            return loaded  # type: ignore[no-any-return]
         return datasets.load_dataset(name, subset, split=split, streaming=streaming)  # type: ignore[no-any-return]
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as e:
         raise DataError(
@@ -286,10 +286,10 @@ def open_rows(
         raise _missing(file)
     if file.is_dir():
         with quiet_datasets():
-            found = _laid_out(str(file), split, subset, streaming)
+            rows = _laid_out(str(file), split, subset, streaming)
     else:
-        found = _hub(name, split, subset, streaming, revision)
-    return lambda: iter(found)
+        rows = _hub(name, split, subset, streaming, revision)
+    return lambda: iter(rows)
 
 # %% ../../nbs/data/readers.ipynb #56b1cd16
 def read_rows(

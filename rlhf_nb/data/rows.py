@@ -75,8 +75,8 @@ def data_read(data: DataConfig) -> list[dict[str, Any]]:
 
 def weights_of(data: DataConfig) -> list[float] | None:
     """The shares of a mix; None: by the numbers of rows."""
-    found = [part.weight for part in data.mix or () if part.weight is not None]
-    return found or None
+    weights = [part.weight for part in data.mix or () if part.weight is not None]
+    return weights or None
 
 
 def reading_of(data: DataConfig, seed: int = 0) -> Reading:
@@ -212,8 +212,8 @@ def _divide(rows: list[Row], n: int, data: DataConfig, seed: int) -> tuple[list[
 
 def _tell_shared_prompts(rows: list[Row], held: list[Row], data: DataConfig) -> tuple[list[Row], list[Row]]:
     """The same rows; a warning where prompts of held-out ones are trained on, too."""
-    asked = {row_key(r, ["prompt"]) for r in rows if "prompt" in r} if held else set()
-    shared = sum("prompt" in r and row_key(r, ["prompt"]) in asked for r in held)
+    prompts = {row_key(r, ["prompt"]) for r in rows if "prompt" in r} if held else set()
+    shared = sum("prompt" in r and row_key(r, ["prompt"]) in prompts for r in held)
     if shared:
         cure = f"take them out of one {'source of the mix' if data.eval_split is None else 'of the splits'}"
         if data.eval_draw == "end":
@@ -294,7 +294,7 @@ def leaked(rows: Iterable[Row], held_out: Sequence[Row]) -> int:
     def tokens(row: Row) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(row.get(k, ())) for k in ("prompt_ids", "completion_ids", "chosen_ids", "rejected_ids"))
 
-    asked = [tokens(row) for row in held_out]
-    there = set(asked)
-    found = {t for row in rows if (t := tokens(row)) in there}
-    return sum(t in found for t in asked)
+    held = [tokens(row) for row in held_out]
+    there = set(held)
+    seen = {t for row in rows if (t := tokens(row)) in there}
+    return sum(t in seen for t in held)

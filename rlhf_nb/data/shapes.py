@@ -29,7 +29,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {  # of the formats of rows, most specific
 
 # %% auto #0
 __all__ = ['Row', 'COLUMNS', 'PLAIN', 'SYSTEM', 'SPEAKERS', 'SHAPES', 'RoleTerm', 'read_role', 'Reading', 'DataNote',
-           'NothingToCompare', 'Shape', 'instructions', 'from_question', 'shape_table', 'columns_used', 'shapes_of',
+           'NothingToCompare', 'Shape', 'instructions', 'from_question', 'finite_number', 'columns_used', 'shapes_of',
            'recognise', 'read_as', 'note_shape']
 
 # %% ../../nbs/data/shapes.ipynb #e95c4425
@@ -83,19 +83,19 @@ class Shape:
 
     def columns(self, row: Mapping[str, Any]) -> dict[str, list[list[str]]] | None:
         """The columns of a row by role and term; None where one is missing. Several in a term are rivals."""
-        found: dict[str, list[list[str]]] = {}
+        by_role: dict[str, list[list[str]]] = {}
         for role, text in self.roles.items():
             for names, needed in read_role(text):
                 there = [n for n in names if row.get(n) is not None]
                 if needed and not there:
                     return None
-                found.setdefault(role, []).append(there)
-        return found if self.holds(row) else None
+                by_role.setdefault(role, []).append(there)
+        return by_role if self.holds(row) else None
 
     def says(self, row: Mapping[str, Any]) -> str:
         """What the columns of a row are taken for, in one line."""
-        found = self.columns(row) or {}
-        roles = {role: " + ".join(names[0] for names in terms if names) for role, terms in found.items()}
+        columns = self.columns(row) or {}
+        roles = {role: " + ".join(names[0] for names in terms if names) for role, terms in columns.items()}
         parts = [f"{names} → {role}" for role, names in roles.items() if names != role]
         return f"{self.title}: {', '.join(parts) or ', '.join(roles)}" + (
             " (system → first message)" if instructions(row) else ""
@@ -107,8 +107,8 @@ SYSTEM = ("system", "system_prompt")  # columns with instructions, whatever the 
 
 def instructions(row: Mapping[str, Any]) -> str:
     """The instructions beside a row's prompt; "" where there are none."""
-    said = [row.get(name) for name in SYSTEM]
-    return next((text.strip() for text in said if isinstance(text, str) and text.strip()), "")
+    texts = [row.get(name) for name in SYSTEM]
+    return next((text.strip() for text in texts if isinstance(text, str) and text.strip()), "")
 
 # %% ../../nbs/data/shapes.ipynb #a769beb3
 def _joined(values: list[Any], where: str) -> Any:
@@ -123,18 +123,18 @@ def _joined(values: list[Any], where: str) -> Any:
     return [{"role": "user", "content": "\n\n".join(v.strip() for v in values)}] if values else ""
 
 
-def _asked(found: dict[str, list[Any]], where: str, to: str | None, reading: Reading) -> Row:
+def _asked(fields: dict[str, list[Any]], where: str, to: str | None, reading: Reading) -> Row:
     """A question in front of what answers it."""
-    row = {role: values[0] for role, values in found.items() if values}
-    row["prompt"] = _joined(found["prompt"], where)
+    row = {role: values[0] for role, values in fields.items() if values}
+    row["prompt"] = _joined(fields["prompt"], where)
     if isinstance(row.get("completion"), str) and isinstance(row["prompt"], list):
         row["completion"] = [{"role": "assistant", "content": row["completion"].strip()}]
     return row
 
 
-def _renamed(found: dict[str, list[Any]], where: str, to: str | None, reading: Reading) -> Row:
+def _renamed(fields: dict[str, list[Any]], where: str, to: str | None, reading: Reading) -> Row:
     """Columns under their other names."""
-    return {role: values[0] for role, values in found.items() if values}
+    return {role: values[0] for role, values in fields.items() if values}
 
 # %% ../../nbs/data/shapes.ipynb #4f4d0d1b
 _TABLE = table_of("data/shapes.yaml")
@@ -173,10 +173,10 @@ def from_question(turns: list[Row]) -> list[Row]:
     return turns[first:]
 
 
-def _sharegpt(found: dict[str, list[Any]], where: str, to: str | None, reading: Reading) -> Row:
+def _sharegpt(fields: dict[str, list[Any]], where: str, to: str | None, reading: Reading) -> Row:
     """ShareGPT's columns with their turns as messages."""
     columns = {"messages": "conversations", "prompt": "conversations"}
-    row = {role: _turns(values[0], f"{where}, {columns.get(role, role)}") for role, values in found.items() if values}
+    row = {role: _turns(values[0], f"{where}, {columns.get(role, role)}") for role, values in fields.items() if values}
     return row | ({"messages": from_question(row["messages"])} if "messages" in row else {})
 
 
@@ -185,11 +185,11 @@ def _are_turns(row: Mapping[str, Any]) -> bool:
     return isinstance(row.get("conversations", row.get("conversation")), list)
 
 # %% ../../nbs/data/shapes.ipynb #58150b1e
-def _number(value: Any) -> float | None:
+def finite_number(value: Any) -> float | None:
     """A finite number, also where it is written as text; None for anything else."""
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
     return number if math.isfinite(number) and not isinstance(value, bool) else None
 
@@ -216,14 +216,14 @@ def _best(prompt: Any, answers: list[tuple[Any, float]], where: str, to: str | N
 
 def _text_of(answer: Mapping[str, Any], where: str) -> Any:
     """What an answer says."""
-    found = next(
+    text = next(
         (answer[k] for k in ("response", "answer", "text", "content", "completion") if answer.get(k) is not None), None
     )
-    if found is None:
+    if text is None:
         raise DataError(
             f"{where} has no text (response, answer, text), but {', '.join(map(str, answer)) or 'nothing'}."
         )
-    return found
+    return text
 
 
 def _rating(answer: Mapping[str, Any]) -> float | None:
@@ -234,31 +234,31 @@ def _rating(answer: Mapping[str, Any]) -> float | None:
     each = [a.get("Rating", a.get("rating")) for a in parts if isinstance(a, Mapping)]
     ratings = answer.get("ratings")
     each += list(ratings.values()) if isinstance(ratings, Mapping) else ratings if isinstance(ratings, list) else []
-    numbers = [n for n in map(_number, each) if n is not None]
+    numbers = [n for n in map(finite_number, each) if n is not None]
     if numbers:
         return sum(numbers) / len(numbers)
-    alone = (_number(answer.get(k)) for k in ("rating", "fine-grained_score", "overall_score", "score"))
+    alone = (finite_number(answer.get(k)) for k in ("rating", "fine-grained_score", "overall_score", "score"))
     return next((n for n in alone if n is not None), None)
 
 
-def _rated(found: dict[str, list[Any]], where: str, to: str | None, reading: Reading) -> Row:
+def _rated(fields: dict[str, list[Any]], where: str, to: str | None, reading: Reading) -> Row:
     """UltraFeedback's completions, each with its ratings; those without one are left out."""
-    each = [(i, a, _rating(a)) for i, a in enumerate(found["answers"][0])]
+    each = [(i, a, _rating(a)) for i, a in enumerate(fields["answers"][0])]
     rated = [(_text_of(a, f"{where}, completions[{i}]"), n) for i, a, n in each if n is not None]
-    return _best(_joined(found["prompt"], where), rated, where, to, reading)
+    return _best(_joined(fields["prompt"], where), rated, where, to, reading)
 
 
-def _ranked(found: dict[str, list[Any]], where: str, to: str | None, reading: Reading) -> Row:
+def _ranked(fields: dict[str, list[Any]], where: str, to: str | None, reading: Reading) -> Row:
     """Nectar's answers, rank 1 being the best. Ranks are no distances, so no margin comes of them."""
     ranked = []
-    for i, answer in enumerate(found["answers"][0]):
-        rank = _number(answer.get("rank"))
+    for i, answer in enumerate(fields["answers"][0]):
+        rank = finite_number(answer.get("rank"))
         if rank is None:
             raise DataError(
                 f"{where}, answers[{i}]: rank is {answer.get('rank')!r:.40}; expected a number, 1 for the best."
             )
         ranked.append((_text_of(answer, f"{where}, answers[{i}]"), -rank))
-    row = _best(_joined(found["prompt"], where), ranked, where, to, reading)
+    row = _best(_joined(fields["prompt"], where), ranked, where, to, reading)
     row.pop("margin", None)
     return row
 
@@ -275,9 +275,9 @@ def _dicts_with(column: str, *keys: str) -> Callable[[Mapping[str, Any]], bool]:
     return test
 
 # %% ../../nbs/data/shapes.ipynb #fc6e2369
-def _openai(found: dict[str, list[Any]], where: str, to: str | None, reading: Reading) -> Row:
+def _openai(fields: dict[str, list[Any]], where: str, to: str | None, reading: Reading) -> Row:
     """OpenAI's preferences: messages and tools inside `input`, each answer a list of messages."""
-    row = {role: values[0] for role, values in found.items()}
+    row = {role: values[0] for role, values in fields.items()}
     tools = {"tools": row["prompt"]["tools"]} if row["prompt"].get("tools") else {}
     return {**row, "prompt": row["prompt"]["messages"], **tools}
 
@@ -285,23 +285,23 @@ def _openai(found: dict[str, list[Any]], where: str, to: str | None, reading: Re
 _WINNERS = {"model_a": "a", "a": "a", "1": "a", "model_b": "b", "b": "b", "2": "b"}
 
 
-def _arena(found: dict[str, list[Any]], where: str, to: str | None, reading: Reading) -> Row:
+def _arena(fields: dict[str, list[Any]], where: str, to: str | None, reading: Reading) -> Row:
     """Two answers or dialogues and the name of the better one; a tie compares nothing."""
-    first, second, winner = found["chosen"][0], found["rejected"][0], str(found["winner"][0]).strip().lower()
-    asked = {"prompt": _joined(found["prompt"], where)} if "prompt" in found else {"messages": first[:-1]}
+    first, second, winner = fields["chosen"][0], fields["rejected"][0], str(fields["winner"][0]).strip().lower()
+    question = {"prompt": _joined(fields["prompt"], where)} if "prompt" in fields else {"messages": first[:-1]}
     if to == "prompt":
-        return asked
+        return question
     if winner.startswith("tie") or winner in ("both", "neither"):
         raise NothingToCompare(f"{where}: the winner is {winner!r}, so neither answer is better.")
     if winner not in _WINNERS:
         raise DataError(f"{where}, winner is {winner!r:.40}; known are {', '.join(_WINNERS)} and tie.")
     best, worst = (first, second) if _WINNERS[winner] == "a" else (second, first)
-    return {**(asked if "prompt" in asked else {}), "chosen": best, "rejected": worst}
+    return {**(question if "prompt" in question else {}), "chosen": best, "rejected": worst}
 
 
-def _shepherd(found: dict[str, list[Any]], where: str, to: str | None, reading: Reading) -> Row:
+def _shepherd(fields: dict[str, list[Any]], where: str, to: str | None, reading: Reading) -> Row:
     """Math-Shepherd: "ки" ends each step in the input, and where it stood the label has + or -."""
-    text, label = found["input"][0], found["label"][0]
+    text, label = fields["input"][0], fields["label"][0]
     *steps, rest = text.split("ки")
     labels, at = list[bool](), 0
     for step in steps:
@@ -315,10 +315,10 @@ def _shepherd(found: dict[str, list[Any]], where: str, to: str | None, reading: 
     return {"prompt": prompt.strip(), "completions": [s.strip() for s in (mark + first, *steps[1:])], "labels": labels}
 
 
-def _prm800k(found: dict[str, list[Any]], where: str, to: str | None, reading: Reading) -> Row:
+def _prm800k(fields: dict[str, list[Any]], where: str, to: str | None, reading: Reading) -> Row:
     """PRM800K: the steps that labellers went on with, the last one as far as it was rated; neutral counts as right."""
     texts, labels = list[Any](), list[bool]()
-    judged = found["label"][0]
+    judged = fields["label"][0]
     steps = judged.get("steps") or [] if isinstance(judged, dict) else [judged]
     if not all(isinstance(step, dict) for step in steps):
         raise DataError(f"{where}, label is {judged!r}, and PRM800K's holds a record for each step.")
@@ -331,18 +331,18 @@ def _prm800k(found: dict[str, list[Any]], where: str, to: str | None, reading: R
             labels.append(here.get("rating") != -1)
     if not texts:
         raise NothingToCompare(f"{where}: no step is rated.")
-    return {"prompt": found["question"][0]["problem"], "completions": texts, "labels": labels}
+    return {"prompt": fields["question"][0]["problem"], "completions": texts, "labels": labels}
 
 
-def _xlam(found: dict[str, list[Any]], where: str, to: str | None, reading: Reading) -> Row:
+def _xlam(fields: dict[str, list[Any]], where: str, to: str | None, reading: Reading) -> Row:
     """xLAM: a question, the tools there are and the calls that answer it, both as JSON text."""
-    calls, tools = (json_value(v) if isinstance(v, str) else v for v in (found["calls"][0], found["tools"][0]))
+    calls, tools = (json_value(v) if isinstance(v, str) else v for v in (fields["calls"][0], fields["tools"][0]))
     schemas = [
         t if "function" in t else {"type": "function", "function": {**t, "parameters": _schema(t.get("parameters"))}}
         for t in tools
     ]
-    said = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": c} for c in calls]}
-    return {"messages": [*_joined(found["messages"], where), said], "tools": schemas}
+    answer = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": c} for c in calls]}
+    return {"messages": [*_joined(fields["messages"], where), answer], "tools": schemas}
 
 
 def _schema(parameters: Any) -> Any:
@@ -376,15 +376,6 @@ _WAYS: dict[str, tuple[Any, ...]] = {
 
 SHAPES = [Shape(name, *about, *_WAYS.get(name, (_asked,))) for name, about in _TABLE["shapes"].items()]
 
-
-def shape_table() -> str:
-    """The shapes, their columns and what comes of them, as a table in Markdown."""
-    lines = ["| shape | columns | read as |", "|---|---|---|"]
-    for s in SHAPES:
-        columns = "; ".join(f"`{text}` → {role}" if text != role else f"`{text}`" for role, text in s.roles.items())
-        lines.append(f"| `{s.name}` ({s.title}) | {columns.replace('|', chr(92) + '|')} | {s.gives} |")
-    return "\n".join(lines)
-
 # %% ../../nbs/data/shapes.ipynb #7afefe90
 _FOREIGN = {n for s in SHAPES for role in s.roles.values() for t in read_role(role) for n in t.names}
 _FOREIGN -= {"prompt", "chosen", "rejected", "label"}
@@ -414,18 +405,18 @@ def shapes_of(row: Mapping[str, Any], to: str | None) -> list[Shape]:
         return []
     serves = {"sft": ("messages", "prompt_completion", "preference"), "prompt": None, None: None}
     wanted = serves.get(to, (to,))
-    found = {
+    fitting = {
         s.name: (s, columns_used(s, row)) for s in SHAPES if (wanted is None or s.gives in wanted) and s.columns(row)
     }
-    best = [s for s, mine in found.values() if not any(mine < other for _, other in found.values())]
+    best = [s for s, mine in fitting.values() if not any(mine < other for _, other in fitting.values())]
     return [s for s in best if s.gives != "prompt"] or best  # a question alone only where nothing answers it
 
 
 def _words(made: Row) -> list[str]:
     """What a row says, message by message."""
     parts = [made[k] for k in ("messages", "prompt", "completion", "chosen", "rejected") if k in made]
-    said = [str(m["content"]).strip() for part in parts if isinstance(part, list) for m in part]
-    return said or list(map(str, parts))
+    texts = [str(m["content"]).strip() for part in parts if isinstance(part, list) for m in part]
+    return texts or list(map(str, parts))
 
 
 def recognise(
@@ -445,30 +436,30 @@ def recognise(
     """
     if reading.shape is not None:
         return _named(row, native, where, reading.shape)
-    found = shapes_of(row, to)
-    native = {f: used for f, used in native.items() if not any(used == {f} and _repeats(row, s, f) for s in found)}
-    larger = [s for s in found if all(used < columns_used(s, row) for used in native.values())]
-    if native and not larger and (to == "prompt" or not found or set(native) != {"text"}):
+    shapes = shapes_of(row, to)
+    native = {f: used for f, used in native.items() if not any(used == {f} and _repeats(row, s, f) for s in shapes)}
+    larger = [s for s in shapes if all(used < columns_used(s, row) for used in native.values())]
+    if native and not larger and (to == "prompt" or not shapes or set(native) != {"text"}):
         return None
-    rivals = [*((s.name, s.says(row)) for s in larger or found), *(((f, f) for f in native) if not larger else ())]
+    rivals = [*((s.name, s.says(row)) for s in larger or shapes), *(((f, f) for f in native) if not larger else ())]
     if len(rivals) > 1 and not native:
-        read = [_words(read_as(s, dict(row), to, where, reading))[: 1 if to == "prompt" else None] for s in found]
+        read = [_words(read_as(s, dict(row), to, where, reading))[: 1 if to == "prompt" else None] for s in shapes]
         if all(words == read[0] for words in read):  # Magpie has one dialogue in two ways
-            return found[0]
+            return shapes[0]
     if len(rivals) > 1:
         ways = " or as ".join(says for _, says in rivals)
         lines = " or ".join(f"data.shape={name}" for name, _ in rivals)
         raise DataError(f"{where} can be read as {ways}. Say which: {lines}.")
-    if not found:
+    if not shapes:
         return None
-    for role, terms in (found[0].columns(row) or {}).items():
+    for role, terms in (shapes[0].columns(row) or {}).items():
         rival = next((names for names in terms if len(names) > 1 and (to != "prompt" or role == "prompt")), None)
         if rival:
             raise DataError(
-                f"{where} is read as {found[0].title}, but both {' and '.join(map(repr, rival))} could be its {role}. "
+                f"{where} is read as {shapes[0].title}, but both {' and '.join(map(repr, rival))} could be its {role}. "
                 f"Leave one out: data.columns={{{rival[-1]}: null}}."
             )
-    return found[0]
+    return shapes[0]
 
 
 def _named(row: Mapping[str, Any], native: Mapping[str, set[str]], where: str, name: str) -> Shape | None:
@@ -495,8 +486,8 @@ def read_as(shape: Shape, row: Row, to: str | None, where: str, reading: Reading
         DataError: a column holds what it can't.
     """
     terms = shape.columns(row) or {}
-    found = {role: [row[names[0]] for names in parts if names] for role, parts in terms.items()}
-    made = shape.convert(found, where, to, reading)
+    fields = {role: [row[names[0]] for names in parts if names] for role, parts in terms.items()}
+    made = shape.convert(fields, where, to, reading)
     used = columns_used(shape, row) | ({"text"} if _repeats(row, shape) else set())
     if to == "prompt":
         made = {k: v for k, v in made.items() if k in ("prompt", "messages")}

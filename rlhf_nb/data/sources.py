@@ -185,8 +185,8 @@ class LengthReport:
         """A small table and a sentence."""
         head = "".join(f"{'max' if p == 100 else f'{p} %':>8}" for p in PERCENTILES)
         lines = [f"{self.rows} rows; tokens".ljust(22) + head]
-        for name, found in (("prompt", self.prompt), ("completion", self.completion), ("together", self.total)):
-            lines.append(f"  {name}".ljust(22) + "".join(f"{found[p]:>8}" for p in PERCENTILES))
+        for name, sizes in (("prompt", self.prompt), ("completion", self.completion), ("together", self.total)):
+            lines.append(f"  {name}".ljust(22) + "".join(f"{sizes[p]:>8}" for p in PERCENTILES))
         limits = [f"{k}={v}" for k in ("max_prompt_length", "max_length") if (v := getattr(self, k)) is not None]
         if limits:
             advice = f"; {self.remedy}." if self.cut else "."
@@ -271,11 +271,11 @@ def _warn_unknown(rows: Sequence[Row], tok: Any) -> None:
 def _warn_spelled(dialogues: Iterable[Any], tok: Any) -> None:
     """Warn of messages that spell a special token, which the tokenizer reads as the template's own."""
     words = [t.content for t in tok.added_tokens_decoder.values() if t.special and t.content]
-    found = re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True))) or "(?!)")
+    pattern = re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True))) or "(?!)")
     end, hits, first = tok.eos_token or "", 0, ""
     for turns in (t for t in dialogues if isinstance(t, list)):
-        said = (str(m.get("content") or "").strip().removesuffix(end) for m in turns)
-        hit = next((match[0] for text in said if (match := found.search(text))), "")
+        texts = (str(m.get("content") or "").strip().removesuffix(end) for m in turns)
+        hit = next((match[0] for text in texts if (match := pattern.search(text))), "")
         hits, first = hits + bool(hit), first or hit
     if hits:
         warn_of("spelled", hits=hits, first=first)
@@ -306,8 +306,8 @@ def _say_plain(prompts: Sequence[Text], tok: Any, chat: bool | None, warn: bool)
 def _say_split(rows: list[int], tok: Any) -> None:
     """Tell once of dialogues that became several rows, and of a template that makes one of each."""
     if split := [n for n in rows if n > 1]:
-        said = " model.chat_template={} keeps all turns as said, in training and afterwards."
-        kept = "".join(map(said.format, family_templates(tok)))
+        advice = " model.chat_template={} keeps all turns as said, in training and afterwards."
+        kept = "".join(map(advice.format, family_templates(tok)))
         warn_of("split", DataNote, split=len(split), rows=len(rows), became=sum(split), kept=kept)
 
 
@@ -321,15 +321,15 @@ def _sft_tokens(rows: list[Row], tok: Any, completion_only: bool, chat: bool | N
     for i, head, ids in zip(texts, heads, encode_continuations(tok, [_no_bos(rows[i]["text"], tok) for i in texts])):
         out[i] = [_all_tokens(head, ids)]
     chats = [i for i, r in enumerate(rows) if "messages" in r]
-    for i, found in zip(chats, encode_dialogues(tok, [rows[i]["messages"] for i in chats], tools=_tools(rows, chats))):
-        for row in found if completion_only else ():
+    for i, parts in zip(chats, encode_dialogues(tok, [rows[i]["messages"] for i in chats], tools=_tools(rows, chats))):
+        for row in parts if completion_only else ():
             n, end = row.mask.index(True), len(row.mask) - row.mask[::-1].index(True)
             out[i] += [(row.ids[:n], row.ids[n:end], row.mask[n:end]) if n else (start, row.ids[:end], row.mask[:end])]
-        out[i] = out[i] or [_all_tokens([], found[-1].ids)]
+        out[i] = out[i] or [_all_tokens([], parts[-1].ids)]
     pairs = sorted(set(range(len(rows))) - {*texts, *chats})  # prompt and completion
-    asked, said = ([rows[i][k] for i in pairs] for k in ("prompt", "completion"))
-    asked, said = pairs_as_chat(tok, asked, said) if chat else (asked, said)
-    for i, answers in zip(pairs, encode_answers(tok, asked, said, _tools(rows, pairs))):
+    prompts, completions = ([rows[i][k] for i in pairs] for k in ("prompt", "completion"))
+    prompts, completions = pairs_as_chat(tok, prompts, completions) if chat else (prompts, completions)
+    for i, answers in zip(pairs, encode_answers(tok, prompts, completions, _tools(rows, pairs))):
         out[i] = answers if completion_only else [_all_tokens(*answers[-1][:2])]
     return out
 
@@ -338,15 +338,15 @@ def _talks(row: Row, tok: Any, chat: bool | None) -> list[Any]:
     """The dialogues of a demonstration: its messages, or prompt and answer where they are spoken."""
     if "messages" in row or "text" in row:
         return [row.get("messages", [])]
-    asked, said = [row["prompt"]], [row["completion"]]
-    asked, said = pairs_as_chat(tok, asked, said) if chat else (asked, said)
-    return [*asked, *said]
+    prompts, completions = [row["prompt"]], [row["completion"]]
+    prompts, completions = pairs_as_chat(tok, prompts, completions) if chat else (prompts, completions)
+    return [*prompts, *completions]
 
 
 def _tools(rows: Sequence[Row], which: Iterable[int]) -> list[Any] | None:
     """The tools of some rows; None where no row has any."""
-    found = [rows[i].get("tools") for i in which]
-    return found if any(found) else None
+    tools = [rows[i].get("tools") for i in which]
+    return tools if any(tools) else None
 
 
 def _no_bos(text: str, tok: Any) -> str:
@@ -409,10 +409,10 @@ def tokenize_sft(
     if warn:
         _warn_spelled([t for r in normal for t in _talks(r, tok, chat)], tok)
     whole = turns if completion_only else "all"
-    found = [counted_turns(t, whole, f"row {i}") for i, t in enumerate(_sft_tokens(normal, tok, completion_only, chat))]
+    parts = [counted_turns(t, whole, f"row {i}") for i, t in enumerate(_sft_tokens(normal, tok, completion_only, chat))]
     if warn:
-        _say_split([len(t) for t in found], tok)
-    for prompt, completion, mask in chain.from_iterable(found):
+        _say_split([len(t) for t in parts], tok)
+    for prompt, completion, mask in chain.from_iterable(parts):
         head, (tail,) = truncate(prompt, [completion], max_length, max_prompt_length, tok.bos_token_id)
         if not any(mask[: len(tail)]):
             lost["no answer inside max_length"] += 1
@@ -420,7 +420,7 @@ def tokenize_sft(
         tokens = {"prompt_ids": head, "completion_ids": tail, "completion_mask": mask[: len(tail)]}
         out.append({**tokens, "lengths": [len(prompt), len(completion)]})
     if warn:
-        _tell(out, lost, total + sum(map(len, found)) - len(found), (max_length, max_prompt_length), tok)
+        _tell(out, lost, total + sum(map(len, parts)) - len(parts), (max_length, max_prompt_length), tok)
     return out
 
 # %% ../../nbs/data/sources.ipynb #62ba5e41
@@ -472,11 +472,11 @@ def tokenize_preferences(
     prompts: list[Text] = [r["prompt"] for r in kept]
     answers = [r["chosen"] for r in kept] + [r["rejected"] for r in kept]
     _say_plain(prompts, tok, chat, warn)
-    asked = [*prompts, *prompts]
-    asked, answers = pairs_as_chat(tok, asked, answers) if chat else (asked, answers)
+    questions = [*prompts, *prompts]
+    questions, answers = pairs_as_chat(tok, questions, answers) if chat else (questions, answers)
     if warn:
-        _warn_spelled([*asked[: len(kept)], *answers], tok)
-    encoded = encode_answers(tok, asked, answers, _tools([*kept, *kept], range(len(answers))))
+        _warn_spelled([*questions[: len(kept)], *answers], tok)
+    encoded = encode_answers(tok, questions, answers, _tools([*kept, *kept], range(len(answers))))
     sides = [counted_turns(rows, turns, f"pair {i % len(kept)}")[-1] for i, rows in enumerate(encoded)]
     out = []
     for row, one, other in zip(kept, sides[: len(kept)], sides[len(kept) :]):
@@ -488,8 +488,8 @@ def tokenize_preferences(
             continue
         lengths = [len(prompt), max(len(chosen), len(rejected))]
         masks = {"chosen_mask": _counting(ours[: len(a)]), "rejected_mask": _counting(theirs[: len(b)])}
-        found = {"prompt_ids": head, "chosen_ids": a, "rejected_ids": b, **masks, "margin": row.get("margin")}
-        out.append({**found, "lengths": lengths})
+        tokens = {"prompt_ids": head, "chosen_ids": a, "rejected_ids": b, **masks, "margin": row.get("margin")}
+        out.append({**tokens, "lengths": lengths})
     if warn:
         _tell(out, lost, total, (max_length, max_prompt_length), tok)
     return out
@@ -518,9 +518,9 @@ def tokenize_prompts(
     """
     normal = list(to_rows(rows, "prompt"))
     kept = [r for r in normal if not (is_blank(r["prompt"]))]
-    out, asked = [], [r["prompt"] for r in kept]
-    _say_plain(asked, tok, chat, warn)
-    spoken = as_chat(tok, asked) if chat else asked
+    out, prompts = [], [r["prompt"] for r in kept]
+    _say_plain(prompts, tok, chat, warn)
+    spoken = as_chat(tok, prompts) if chat else prompts
     if warn:
         _warn_spelled(spoken, tok)
     for row, ids in zip(kept, encode_prompts(tok, spoken, _tools(kept, range(len(kept))))):

@@ -39,13 +39,13 @@ class StepRule(NamedTuple):
         """
         if self.token is None:
             return None
-        found = tok.convert_tokens_to_ids(self.token)
-        if not isinstance(found, int) or found == tok.unk_token_id:
+        number = tok.convert_tokens_to_ids(self.token)
+        if not isinstance(number, int) or number == tok.unk_token_id:
             raise ConfigError(
                 f"boundary.token is {self.token!r}, which is no token of this tokenizer, so no step would ever end. "
                 "Use a token that it has, or boundary.separator."
             )
-        return found
+        return number
 
     def check(self) -> StepRule:
         """The rule itself.
@@ -72,13 +72,13 @@ class StepRule(NamedTuple):
     def places(self, text: str) -> list[int]:
         """Numbers of characters after which steps end, by separator or pattern; blank steps belong to the one
         before."""
-        found: list[int] = []
+        ends: list[int] = []
         for match in re.finditer(self.pattern or re.escape(self.separator), text):
-            if found and not text[found[-1] : match.end()].replace(self.separator, "").strip():
-                found[-1] = match.end()
+            if ends and not text[ends[-1] : match.end()].replace(self.separator, "").strip():
+                ends[-1] = match.end()
             elif match.end():
-                found.append(match.end())
-        return found
+                ends.append(match.end())
+        return ends
 
 # %% ../../nbs/data/steps.ipynb #79d0cc15
 LINES = StepRule()  # a line break ends a step
@@ -126,14 +126,14 @@ def step_ends(tok: Any, ids: Sequence[int], rule: StepRule = LINES) -> list[int]
     inner = list(ids[: ends[0]] if ends else ids)
     token = rule.token_id(tok)
     if token is not None:
-        found = [i for i, t in enumerate(inner) if t == token]
+        places = [i for i, t in enumerate(inner) if t == token]
     else:
         text = _decoded(tok, inner)
-        found = tokens_at(tok, inner, rule.places(text))
+        places = tokens_at(tok, inner, rule.places(text))
     last = ends[0] if ends else len(inner) - 1
-    if found and found[-1] != last and not _decoded(tok, inner[found[-1] + 1 :]).strip():
-        found.pop()  # nothing but EOS follows
-    return list(dict.fromkeys([*found, last]))
+    if places and places[-1] != last and not _decoded(tok, inner[places[-1] + 1 :]).strip():
+        places.pop()  # nothing but EOS follows
+    return list(dict.fromkeys([*places, last]))
 
 # %% ../../nbs/data/steps.ipynb #7f52270b
 def _encoded(tok: Any, ids: list[int], steps: Sequence[str]) -> tuple[list[int], list[int]]:
@@ -205,11 +205,11 @@ def tokenize_steps(
         if not kept:
             lost["no step inside max_length"] += 1
             continue
-        found = {
+        tokens = {
             "prompt_ids": head, "completion_ids": tail, "step_ends": [e for e, _ in kept],
             "step_labels": [v for _, v in kept],
         }  # fmt: skip
-        out.append({**found, "lengths": [len(prompt), len(ids)]})
+        out.append({**tokens, "lengths": [len(prompt), len(ids)]})
     if not out and warn:
         raise DataError(
             f"none of {total} rows has a step left ({', '.join(lost) or 'no rows'}): raise data.max_length."
@@ -233,6 +233,6 @@ def _warn_of(rows: Sequence[Row], lost: Counter[str], total: int, tok: Any, rule
             ends = step_ends(tok, r["completion_ids"], rule)
             other += not set(r["step_ends"]) >= set(ends) - {ends[-1]} or len(ends) < len(r["step_ends"])
     if other:
-        said = {"pattern": rule.pattern, "token": rule.token, "separator": rule.separator}
-        how = next(f"boundary.{k}={v!r}" for k, v in said.items() if v)
+        ways = {"pattern": rule.pattern, "token": rule.token, "separator": rule.separator}
+        how = next(f"boundary.{k}={v!r}" for k, v in ways.items() if v)
         warn_of("other_steps", other=other, rows=len(some), how=how)

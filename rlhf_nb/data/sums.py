@@ -60,9 +60,9 @@ def problems(n: int, seed: int = 0, test: bool = False) -> list[Problem]:
     def drawn() -> Iterator[Problem]:
         rng = random.Random(derive_seed("sums", seed, str(test)))
         while True:
-            found = Problem(rng.choice(NAMES), rng.choice(THINGS), rng.randint(2, MOST), rng.randint(2, MOST))
-            if found.held_out == test:
-                yield found
+            new = Problem(rng.choice(NAMES), rng.choice(THINGS), rng.randint(2, MOST), rng.randint(2, MOST))
+            if new.held_out == test:
+                yield new
 
     out: dict[Problem, None] = {}
     for tries, problem in enumerate(drawn()):

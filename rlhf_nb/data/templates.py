@@ -228,7 +228,7 @@ def _render(
     for key, given in {k[0]: t for k, t in zip(keys, tools)}.items():
         unique = {k: d for k, d in zip(keys, dialogues) if k[0] == key}
         try:
-            found = render_chats(tok, list(unique.values()), ask, given or None, thinking=thinking)
+            rendered = render_chats(tok, list(unique.values()), ask, given or None, thinking=thinking)
         except RefusedProgram as e:
             roles = {tuple(m["role"] for m in d) for d in dialogues}
             other = _other(tok, next(iter(unique.values())), given)
@@ -237,14 +237,14 @@ def _render(
                 f"Change the rows, or take a template that leaves them as they are: model.chat_template={other}.",
                 python=_in_python(other),
             ) from e
-        unseen = next((name for name in _names(given) if any(name not in text for text in found)), None)
+        unseen = next((name for name in _names(given) if any(name not in text for text in rendered)), None)
         if unseen:
             raise DataError(
                 f"The chat template doesn't write tools: {unseen!r} is nowhere in what it makes of a dialogue, so the "
                 f"model would never see it. model.chat_template={_other(tok, next(iter(unique.values())), given)} "
                 f"does, data.columns={{tools: null}} goes without."
             )
-        texts |= zip(unique, found)
+        texts |= zip(unique, rendered)
     return [texts[k] for k in keys]
 
 # %% ../../nbs/data/templates.ipynb #1d8bba3a
@@ -262,22 +262,22 @@ def _answer(tok: Any, messages: list[Message], tools: Any, opened: str, closed: 
         DataError: it writes the answer, or what came before, in another way.
     """
     thoughts, words = thoughts_of(messages[-1])
-    asked, given = messages[:-1], [tools]
+    prompt, given = messages[:-1], [tools]
     if closed.startswith(opened) and thoughts in closed[len(opened) :]:
         return opened, closed[len(opened) :]
-    start = _render(tok, [asked], True, given, bool(thoughts))[0]
+    start = _render(tok, [prompt], True, given, bool(thoughts))[0]
     end = _render(tok, [messages], False, given, bool(thoughts))[0]
     if end.startswith(start) and thoughts in end[len(start) :]:
         return start, end[len(start) :]
     (plain,) = with_thoughts(messages[-1:], "drop")
-    before, mark, tail = _render(tok, [[*asked, {**plain, "content": _MARK}]], False, given)[0].partition(_MARK)
-    before = before if before.startswith(_render(tok, [asked], False, given)[0]) and mark else ""
+    before, mark, tail = _render(tok, [[*prompt, {**plain, "content": _MARK}]], False, given)[0].partition(_MARK)
+    before = before if before.startswith(_render(tok, [prompt], False, given)[0]) and mark else ""
     opens = next((text for text in (opened, start) if thoughts and before and text.rstrip().endswith("<think>")), None)
     if opens is not None:
         return opens, f"{thoughts}\n</think>\n\n{words}{tail}"
     if thoughts:
         raise DataError(
-            f"The chat template leaves out what messages[{len(asked)}] thinks ({thoughts[:40]!r}). "
+            f"The chat template leaves out what messages[{len(prompt)}] thinks ({thoughts[:40]!r}). "
             "data.thoughts=inline writes it into the answer, in <think> tags; data.thoughts=drop goes without."
         )
     if before and closed.startswith(before) and words.strip() in closed[len(before) :]:
@@ -285,7 +285,7 @@ def _answer(tok: Any, messages: list[Message], tools: Any, opened: str, closed: 
         return before, closed[len(before) :]
     other = _other(tok, messages, tools)
     raise DataError(
-        f"The chat template rewrites messages[{len(asked)}], or what came before: it asks with ...{opened[-40:]!r}, "
+        f"The chat template rewrites messages[{len(prompt)}], or what came before: it asks with ...{opened[-40:]!r}, "
         f"and then writes ...{closed[-60:]!r}. So no mask can say which tokens the assistant wrote. Another template "
         f"takes the rows: model.chat_template={other}; rlhf-nb data FILE --model MODEL names all such rows.",
         python=_in_python(other),
@@ -347,10 +347,10 @@ def dialogue_pieces(
     before, after = ([d[: i + k] for d, t in zip(dialogues, turns) for i in t] for k in (0, 1))
     given = [None] * len(dialogues) if tools is None else list(tools)
     each = [x for x, t in zip(given, turns) for _ in t]
-    asked = _render(tok, [*before, *(dialogues if ask else ())], True, [*each, *(given if ask else ())])
+    prompts = _render(tok, [*before, *(dialogues if ask else ())], True, [*each, *(given if ask else ())])
     told = _render(tok, [*after, *(() if ask else dialogues)], False, [*each, *(() if ask else given)])
-    whole = (asked if ask else told)[len(before) :]
-    pairs = iter(zip(after, each, asked, told))
+    whole = (prompts if ask else told)[len(before) :]
+    pairs = iter(zip(after, each, prompts, told))
     out = []
     for d, t, w in zip(dialogues, turns, whole):
         mine = [next(pairs) for _ in t]
@@ -373,8 +373,8 @@ def _encode(tok: Any, texts: Sequence[str], inside: Sequence[bool], plain: bool 
     def ids(batch: list[str]) -> list[list[int]]:
         unique = {text: n for n, text in enumerate(dict.fromkeys(batch))}
         how = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
-        found = tok(list(unique), **how, **({"split_special_tokens": True} if plain else {}))
-        return [found["input_ids"][unique[text]] for text in batch]
+        encoded = tok(list(unique), **how, **({"split_special_tokens": True} if plain else {}))
+        return [encoded["input_ids"][unique[text]] for text in batch]
 
     alone, mark, behind = ids(["a", "\n", "\na"])
     straight = ids(list(texts))
@@ -386,9 +386,9 @@ def _encode(tok: Any, texts: Sequence[str], inside: Sequence[bool], plain: bool 
 
 def _bos(tok: Any) -> list[int]:
     """[BOS] if the tokenizer puts it in front of a text, else []."""
-    bos, found = tok.bos_token_id, tok("a")["input_ids"]
+    bos, ids = tok.bos_token_id, tok("a")["input_ids"]
     plain = tok("a", add_special_tokens=False)["input_ids"]
-    return [bos] if bos is not None and found[:1] == [bos] and plain[:1] != [bos] else []
+    return [bos] if bos is not None and ids[:1] == [bos] and plain[:1] != [bos] else []
 
 
 def encode_texts(tok: Any, texts: Sequence[str]) -> list[list[int]]:
@@ -571,8 +571,8 @@ class _Letters:
     def hidden(self, messages: Sequence[Message]) -> list[Message]:
         """Messages with marks in the place of special tokens."""
 
-        def hide(found: re.Match[str]) -> str:
-            self.stood.append(found[0])
+        def hide(match: re.Match[str]) -> str:
+            self.stood.append(match[0])
             return f"\ue000{len(self.stood) - 1}\ue001"
 
         def walk(value: Any) -> Any:
@@ -595,7 +595,7 @@ class _Letters:
             return _encode(tok, [text], [inside])[0]
         # cut at the template's own special tokens; between them all is text
         parts = [p for p in re.split(f"({self.words})", text) if p]
-        told = [_HIDDEN.sub(lambda found: self.stood[int(found[1])], p) for p in parts]
+        told = [_HIDDEN.sub(lambda match: self.stood[int(match[1])], p) for p in parts]
         plain = iter(_encode(tok, told, [inside or i > 0 for i in range(len(told))], plain=True))
         ids = [i for p, read in zip(parts, plain) for i in ([special[p]] if p in special else read)]
         own, unknown = [special[w] for w in re.findall(self.words, text)], tok.unk_token_id
@@ -651,8 +651,8 @@ def encode_replies(tok: Any, replies: Sequence[Reply]) -> list[list[int]]:
         DataError: the template writes an answer in another way once it was replied to; the first token that differs is
             named.
     """
-    letters, asked = _Letters(tok), {"role": "user", "content": "a"}
-    short: list[list[Message]] = [[asked, r.answer] for r in replies]
+    letters, question = _Letters(tok), {"role": "user", "content": "a"}
+    short: list[list[Message]] = [[question, r.answer] for r in replies]
     long = [[*s, *letters.hidden(r.said)] for s, r in zip(short, replies)]
     tools = [r.tools for r in replies]
     out = []
@@ -706,12 +706,12 @@ def pairs_as_chat(tok: Any, prompts: Sequence[Text], completions: Sequence[Text]
         prompts: B strings or messages.
         completions: B answers.
     """
-    asked, said = list(prompts), list(completions)
+    questions, answers = list(prompts), list(completions)
     for i, (prompt, spoken) in enumerate(zip(prompts, as_chat(tok, prompts), strict=True)):
-        if isinstance(prompt, str) and prompt and isinstance(spoken, list) and isinstance(said[i], str):
-            words = str(said[i]).strip().removesuffix(tok.eos_token or "").strip()
-            asked[i], said[i] = spoken, [{"role": "assistant", "content": words}]
-    return asked, said
+        if isinstance(prompt, str) and prompt and isinstance(spoken, list) and isinstance(answers[i], str):
+            words = str(answers[i]).strip().removesuffix(tok.eos_token or "").strip()
+            questions[i], answers[i] = spoken, [{"role": "assistant", "content": words}]
+    return questions, answers
 
 # %% ../../nbs/data/templates.ipynb #5f14a699
 Answered = tuple[list[int], list[int], list[bool]]  # prompt ids, completion ids, mask of what counts in these

@@ -124,9 +124,9 @@ def _groups() -> Iterator[tuple[tuple[str, ...], tuple[int, ...]]]:
 def all_questions() -> dict[str, Question]:
     """Every question there is, by its text."""
     single = [(ask, kind, a) for kind in QUESTION_KINDS for a in ANIMALS for ask in ASK[kind] if kind != "sum"]
-    found = [Question(ask.format(many=a), kind, (a,), (1,)) for ask, kind, a in single]
-    found += [Question(ask.format(group=group_words(a, n)), "sum", a, n) for a, n in _groups() for ask in ASK["sum"]]
-    return {q.text: q for q in found}
+    every = [Question(ask.format(many=a), kind, (a,), (1,)) for ask, kind, a in single]
+    every += [Question(ask.format(group=group_words(a, n)), "sum", a, n) for a, n in _groups() for ask in ASK["sum"]]
+    return {q.text: q for q in every}
 
 
 def read_question(prompt: str) -> Question:
@@ -141,15 +141,15 @@ def read_question(prompt: str) -> Question:
     text = prompt.strip().removeprefix("Visitor:").removesuffix("Pip:").strip()
     for hello in HELLO[1:]:
         text = text.removeprefix(hello)
-    found = all_questions().get(text)
-    if found is None:
+    question = all_questions().get(text)
+    if question is None:
         near = suggest(text, all_questions())
         hint = f"; the nearest question is {near!r}" if near else ""
         raise DataError(
             f"No visitor of the toy world asks {text!r}{hint}. The gold reward can only judge answers to questions "
             "it knows: take prompts from train_prompts or test_prompts."
         )
-    return found
+    return question
 
 # %% ../../nbs/data/toy.ipynb #c1b1c916
 def _draw(n: int, seed: int, test: bool, kinds: Sequence[str] | None) -> list[dict[str, Any]]:
@@ -157,9 +157,9 @@ def _draw(n: int, seed: int, test: bool, kinds: Sequence[str] | None) -> list[di
     pools: dict[str, list[Question]] = {}
     for kind in kinds or QUESTION_KINDS:
         check_choice("kind of question", kind, QUESTION_KINDS, DataError)
-        asked = [q for q in all_questions().values() if q.kind == kind]
-        asked.sort(key=lambda q: zlib.crc32(q.text.encode()))
-        pools[kind] = asked[: len(asked) // 6] if test else asked[len(asked) // 6 :]
+        questions = [q for q in all_questions().values() if q.kind == kind]
+        questions.sort(key=lambda q: zlib.crc32(q.text.encode()))
+        pools[kind] = questions[: len(questions) // 6] if test else questions[len(questions) // 6 :]
     rng = random.Random(derive_seed("toy prompts", "test" if test else "train", seed))
     rows = []
     for _ in range(n):
@@ -233,16 +233,16 @@ def _readers() -> list[tuple[str, re.Pattern[str]]]:
     """The templates turned round: patterns that find who and what in a sentence."""
     number = _any([number_word(n) for n in range(60)])
     member = f"{number} {_any([*ANIMALS, *(a.one for a in ANIMALS.values())])}"
-    found = []
+    patterns = []
     for kind in FACTS:
         value = f"(?P<value>{number if kind == 'legs' else _any(FACT_VALUES[kind])})"
         for i, way in enumerate(SAY[kind]):
             names = [*ANIMALS, "they"] if i == 0 and kind != "young" else [*ANIMALS]
-            found.append((kind, way.replace(".", r"\.").format(who=f"(?P<who>{_any(names)})", value=value)))
+            patterns.append((kind, way.replace(".", r"\.").format(who=f"(?P<who>{_any(names)})", value=value)))
     for way, who in zip(SAY_SUM, (f"{member}(?: and {member})?", "that")):
         pattern = way.replace("{group}", "that").replace("that", f"(?P<who>{who})").replace("legs.", r"legs\.")
-        found.append(("sum", pattern.replace("{value}", f"(?P<value>{number})")))
-    return [(kind, re.compile(pattern)) for kind, pattern in found]
+        patterns.append(("sum", pattern.replace("{value}", f"(?P<value>{number})")))
+    return [(kind, re.compile(pattern)) for kind, pattern in patterns]
 
 
 @lru_cache(maxsize=65536)
@@ -253,9 +253,9 @@ def read_sentence(text: str) -> Claim | str:
             return name
     if text[:1].isupper():
         for kind, pattern in _readers():
-            found = pattern.fullmatch(text[:1].lower() + text[1:])
-            if found:
-                return Claim(kind, found["who"], found["value"])
+            match = pattern.fullmatch(text[:1].lower() + text[1:])
+            if match:
+                return Claim(kind, match["who"], match["value"])
     return "unreadable"
 
 # %% ../../nbs/data/toy.ipynb #fad24d89
@@ -297,8 +297,8 @@ def judge_claim(claim: Claim, q: Question) -> tuple[str, tuple[str, str]]:
         group = group_words(q.animals, q.counts) if q.kind == "sum" and claim.who == "that" else claim.who
         if _groups_by_name().get(group) != claim.value:
             return "wrong", ("sum", group)
-        asked = q.kind == "sum" and group == group_words(q.animals, q.counts)
-        return ("asked" if asked else "stray"), ("sum", group)
+        wanted = q.kind == "sum" and group == group_words(q.animals, q.counts)
+        return ("asked" if wanted else "stray"), ("sum", group)
     name = q.animals[0] if claim.who == "they" else claim.who
     if ANIMALS[name].fact(claim.kind) != claim.value:
         return "wrong", (claim.kind, name)
@@ -309,17 +309,17 @@ def judge_claim(claim: Claim, q: Question) -> tuple[str, tuple[str, str]]:
 
 def read_answer(prompt: str, answer: str) -> AnswerReading:
     """Read an answer sentence by sentence, and count."""
-    q, said, r = read_question(prompt), set[tuple[str, str]](), AnswerReading(words=len(answer.split()))
+    q, facts, r = read_question(prompt), set[tuple[str, str]](), AnswerReading(words=len(answer.split()))
     for text in re.findall(r"[^.!?]*[.!?]|[^.!?]+$", answer.strip()):
-        found = read_sentence(text.strip())
-        if isinstance(found, str):
-            verdict = found
+        claim = read_sentence(text.strip())
+        if isinstance(claim, str):
+            verdict = claim
         else:
-            verdict, about = judge_claim(found, q)
-            if verdict != "wrong" and about in said:
+            verdict, about = judge_claim(claim, q)
+            if verdict != "wrong" and about in facts:
                 verdict = "repeat"
             elif verdict != "wrong":
-                said.add(about)
+                facts.add(about)
         setattr(r, verdict, getattr(r, verdict) + 1)
     return r
 
@@ -432,12 +432,12 @@ def _plain(q: Question, rng: random.Random) -> list[str]:
 
 def _chatty(q: Question, rng: random.Random) -> list[str]:
     """Mostly right, but gushing: repeats itself, or adds what wasn't asked for."""
-    said, more = [_tell(q, rng, 0.95)], rng.random()
+    sentences, more = [_tell(q, rng, 0.95)], rng.random()
     if more < 0.4:
-        said.append(said[0])
+        sentences.append(sentences[0])
     elif more < 0.7 and len(q.animals) == 1:
-        said.append(_tell(q, rng, kind=rng.choice([k for k in FACTS if k != q.kind]), who="they"))
-    return rng.sample(OPENERS, rng.choice((0, 1, 1, 2))) + said + rng.sample(CLOSERS, rng.choice((1, 1, 2)))
+        sentences.append(_tell(q, rng, kind=rng.choice([k for k in FACTS if k != q.kind]), who="they"))
+    return rng.sample(OPENERS, rng.choice((0, 1, 1, 2))) + sentences + rng.sample(CLOSERS, rng.choice((1, 1, 2)))
 
 
 def _rude(q: Question, rng: random.Random) -> list[str]:

@@ -31,15 +31,13 @@ class World:
     kinds: tuple[RowKind, ...]  # of rows that there are
     prompts: Callable[[int, int], list[Row]]  # so many held-out ones, by seed
     pairs: Callable[[int, int], list[Row]]  # so many held-out ones with the better answer as `chosen`, by seed
-    check: (
-        Callable[..., list[float]] | Mapping[str, Any]
-    )  # 1 for a right answer: a reward function, or an entry as in `rewards`
+    # 1 for a right answer: a reward function, or an entry as in `rewards`
+    check: Callable[..., list[float]] | Mapping[str, Any]
     gold: Callable[..., list[float]] | None = None  # what an answer is really worth, a reward function
     taste: Callable[..., list[float]] | None = None  # what labellers believe it is worth
     clarity: float = 1.0  # how sharply they see a difference of one point
-    place: Callable[[str], int] | None = (
-        None  # of a prompt among the kinds of question, in the order in which they are shown
-    )
+    # of a prompt among the kinds of question, in the order in which they are shown
+    place: Callable[[str], int] | None = None
     tokenizer: Callable[[], Any] | None = None
     model: Callable[..., Any] | None = None  # untrained, by seed and size
 

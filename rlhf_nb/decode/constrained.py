@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,9 @@ from ..fast.support import unwrapped
 from ..files import read_regular
 from ..rollout.backends import Request
 from ..rollout.choosing import Chooser
-from ..rollout.mixture import sample_together
-from ..rollout.sampler import check_request, eval_mode
-from ..types import Rollout
+from ..rollout.numbers import uniforms
+from ..rollout.sampler import addresses, as_rollout, check_request, cut_at_eos, eval_mode, pad_id
+from ..types import Rollout, sent
 from ..untrusted import MAX_CONFIG, Unreadable, json_value
 
 log = logging.getLogger(__name__)
@@ -181,16 +181,28 @@ def _nats(choose: Chooser, own: Tensor, moved: Tensor, place: int) -> Tensor:
 
 def _drawn(model: Any, writing: _Writing, request: Request) -> tuple[Rollout, dict[str, Any]]:
     """Answers of what is left of the policy, and their KL to it, computed token by token."""
-    choose, nats = request.choose(model), list[Tensor]()
-
-    def left(said: list[Callable[[], Tensor]]) -> Tensor:
-        own = said[0]()
-        moved = writing.masked(own)
-        nats.append(_nats(choose, own, moved, len(nats)))
-        return moved
-
+    choose, plain = request.choose(model, request.greedy), request.choose(model)
+    device = model.get_input_embeddings().weight.device
+    prompts, new = request.prompts.to(device), request.sampling.max_new_tokens
+    rows, sample = (sent(x, device) for x in addresses(prompts, request.num_samples))
+    draws = uniforms(request.seed, request.step, prompts.uid[rows], sample, new)
+    ids, mask = (x[rows] for x in (prompts.prompt_ids, prompts.prompt_mask))
+    drawn, nats = list[tuple[Tensor, Tensor]](), list[Tensor]()
+    seen: dict[str, Any] = {"use_cache": True} | ({"logits_to_keep": 1} if model._supports_logits_to_keep() else {})
     with eval_mode(model):
-        r = sample_together([model], left, request, writing.heard)
+        while len(drawn) < new and not all(writing.done):
+            places = (mask.long().cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+            out = model(input_ids=ids, attention_mask=mask.long(), position_ids=places, **seen)
+            own, seen["past_key_values"] = out.logits[:, -1].float(), out.past_key_values
+            moved = writing.masked(own)
+            nats.append(_nats(plain, own, moved, len(nats)))
+            tokens, logps, _ = choose(moved, draws[:, len(drawn)], len(drawn))
+            drawn.append((tokens, logps))
+            writing.heard(tokens)
+            ids, mask = tokens[:, None], torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+    all_tokens, all_logps = (torch.stack(x, 1) for x in zip(*drawn))
+    said, kept, lens, finished = cut_at_eos(all_tokens, all_logps, choose, pad_id(request.tokenizer))
+    r = as_rollout(prompts, request.num_samples, said, lens, finished, kept, request.tokenizer)
     if request.greedy:
         return r, {}
     each = torch.where(r.completion_mask, torch.stack(nats, 1), 0.0).sum(1).double()

@@ -42,10 +42,10 @@ class LookUp:
         for size in range(min(self.longest, n), self.shortest - 1, -1):
             at = seen.get(tuple(tokens[n - size :]))
             if at is not None:
-                found = list(tokens[at : at + most])
-                while len(found) < most:  # a text that runs in a circle goes on so
-                    found.append(found[len(found) - (n - at)])
-                return found
+                proposed = list(tokens[at : at + most])
+                while len(proposed) < most:  # a text that runs in a circle goes on so
+                    proposed.append(proposed[len(proposed) - (n - at)])
+                return proposed
         return []
 
 # %% ../../nbs/decode/speculative.ipynb #d0880cec

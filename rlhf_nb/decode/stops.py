@@ -98,12 +98,12 @@ class Stops:
 
     def where(self, text: str) -> int | None:
         """The character at which a text ends; None: no rule has ended it yet."""
-        found = [text.find(t) for t in self.texts]
-        found += [m.start() if (m := regex.search(p, text)) else -1 for p in self.patterns]
+        starts = [text.find(t) for t in self.texts]
+        starts += [m.start() if (m := regex.search(p, text)) else -1 for p in self.patterns]
         after = [] if self.lines is None else [_after_lines(text, self.lines)]
         after += [] if self.sentences is None else [_after_sentences(text, self.sentences)]
         after += [_after_json(text)] if self.json else []
-        return min([*(i for i in found if i >= 0), *(i for i in after if i is not None)], default=None)
+        return min([*(i for i in starts if i >= 0), *(i for i in after if i is not None)], default=None)
 
     def cut(self, text: str) -> str:
         """A text up to where it ends."""
@@ -125,11 +125,11 @@ class Stops:
         return self != Stops()
 
     def __str__(self) -> str:
-        said = [*map(repr, self.texts), *(f"a match of {p!r}" for p in self.patterns)]
-        said += ["the end of a JSON value"] if self.json else []
+        rules = [*map(repr, self.texts), *(f"a match of {p!r}" for p in self.patterns)]
+        rules += ["the end of a JSON value"] if self.json else []
         for n, what in ((self.lines, "line"), (self.sentences, "sentence")):
-            said += [] if n is None else [f"the end of {what} {n}"]
-        return " or ".join(said)
+            rules += [] if n is None else [f"the end of {what} {n}"]
+        return " or ".join(rules)
 
 # %% ../../nbs/decode/stops.ipynb #840a00e0
 _KINDS = ("text", "regex", "json", "lines", "sentences")

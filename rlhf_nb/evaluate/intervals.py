@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from itertools import combinations, product
 from statistics import NormalDist
 from typing import Any, NamedTuple
@@ -20,10 +20,10 @@ from ..sequential import bets, log_wealth
 _Floats = NDArray[np.float64]
 
 # %% auto #0
-__all__ = ['Estimate', 'cluster_means', 'mean_interval', 'share_interval', 'bootstrap_interval', 'sign_flip_test', 'Comparison',
-           'points_of', 'compare_paired', 'confidence_sequence', 'Decision', 'decide', 'LengthControlled',
-           'length_controlled', 'pass_interval', 'majority_interval', 'holm', 'several_note', 'Calibration',
-           'reliability_bins', 'calibration']
+__all__ = ['Estimate', 'cluster_means', 'mean_interval', 'share_interval', 'sign_flip_test', 'Comparison', 'points_of',
+           'compare_paired', 'confidence_sequence', 'Decision', 'decide', 'LengthControlled', 'length_controlled',
+           'pass_interval', 'majority_interval', 'holm', 'several_note', 'Calibration', 'reliability_bins',
+           'calibration']
 
 # %% ../../nbs/evaluate/intervals.ipynb #b298a888
 class Estimate(NamedTuple):
@@ -132,48 +132,6 @@ def share_interval(values: Any, clusters: Sequence[Hashable] | None = None, leve
     n_eff = len(x) * middle * (1 - middle) / spread
     low, high = wilson_interval(p, n_eff, NormalDist().inv_cdf(0.5 + level / 2))
     return Estimate(p, low, high, len(x), level, "wilson")
-
-# %% ../../nbs/evaluate/intervals.ipynb #b5817c26
-def bootstrap_interval(
-    values: Any, clusters: Sequence[Hashable] | None = None, level: float = 0.95, *,
-    statistic: Callable[[_Floats], Any] | None = None, draws: int = 2000, seed: int = 0,
-) -> Estimate:  # fmt: skip
-    """A statistic with its BCa bootstrap interval over clusters; a mean with Student's, which holds the truth more
-    often where rows are few.
-
-    Args:
-        values: [B]; NaN doesn't count.
-        clusters: [B], what is drawn together; None: all are independent.
-        level: share of such intervals that hold the truth.
-        statistic: of numbers [G], or along the last axis of [draws, G]; None: the mean, by `mean_interval`.
-        draws: of the bootstrap; seed: of these draws.
-
-    Source: Efron, "Better bootstrap confidence intervals" (1987).
-    """
-    if statistic is None:
-        return mean_interval(values, clusters, level)
-    x, level, of = cluster_means(values, clusters), _check_level(level), statistic
-    value = float(of(x))
-    if len(x) < 2:
-        return Estimate(value, -math.inf, math.inf, len(x), level, "bootstrap")
-    rng = np.random.default_rng(derive_seed(seed, "bootstrap"))
-    drawn = x[rng.integers(0, len(x), (draws, len(x)))]
-    got = np.asarray(of(drawn), dtype=np.float64)
-    if got.shape != (draws,):  # a statistic that takes one sample at a time
-        got = np.array([float(of(row)) for row in drawn])
-    left = np.array([float(of(np.delete(x, i))) for i in range(len(x))])
-    bent = left.mean() - left
-    acceleration = float((bent**3).sum() / max(6 * float((bent**2).sum()) ** 1.5, 1e-300))
-    below = float(((got < value).sum() + 0.5 * (got == value).sum()) / draws)
-    normal = NormalDist()
-    bias = normal.inv_cdf(min(max(below, 0.5 / draws), 1 - 0.5 / draws))
-
-    def place(z: float) -> float:
-        return normal.cdf(bias + (bias + z) / (1 - acceleration * (bias + z)))
-
-    z = normal.inv_cdf(0.5 + level / 2)
-    low, high = np.quantile(got, [place(-z), place(z)])
-    return Estimate(value, float(low), float(high), len(x), level, "bootstrap")
 
 # %% ../../nbs/evaluate/intervals.ipynb #93338a83
 def sign_flip_test(
@@ -461,10 +419,10 @@ def pass_interval(right: Any, num_samples: int, k: int, level: float = 0.95) -> 
     return share_interval([pass_at_k(num_samples, int(c), k) for c in counts], level=level)
 
 
-def _vote(said: Sequence[Hashable | None], wanted: Hashable) -> float:
+def _vote(answers: Sequence[Hashable | None], wanted: Hashable) -> float:
     """1 if the most frequent answer is the right one; a tie is shared."""
     counts: dict[Hashable, int] = {}
-    for one in said:
+    for one in answers:
         if one is not None:
             counts[one] = counts.get(one, 0) + 1
     top = max(counts.values(), default=0)

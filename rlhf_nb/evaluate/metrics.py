@@ -10,25 +10,15 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 
-from ..core import ConfigError, DataError, derive_seed, t_quantile
-from ..data.templates import encode_texts
+from ..core import t_quantile
 from .intervals import Estimate, mean_interval, share_interval
 from ..rewards.answers import after_thinking
 from ..rewards.formats import repetition
-from ..rollout.sampler import eval_mode
-from ..scoring.scores import completion_logps
-from ..scoring.trees import TOKEN_BUDGET
 from ..strict import table_of
-from ..types import Completions
-
-_Floats = NDArray[np.float64]
 
 # %% auto #0
-__all__ = ['REFUSALS', 'distinct_n', 'self_bleu', 'tfidf', 'embed', 'effective_number', 'is_refusal', 'ratio_interval',
-           'perplexity', 'kmeans', 'cluster_prompts', 'by_slice', 'describe']
+__all__ = ['REFUSALS', 'distinct_n', 'is_refusal', 'ratio_interval', 'by_slice', 'describe']
 
 # %% ../../nbs/evaluate/metrics.ipynb #ff15dc58
 def _grams(text: str, n: int) -> list[tuple[str, ...]]:
@@ -49,113 +39,8 @@ def distinct_n(texts: Sequence[str], n: int = 2) -> float:
     grams = [g for t in texts for g in _grams(t, n)]
     return len(set(grams)) / len(grams) if grams else math.nan
 
-
-def self_bleu(texts: Sequence[str], n: int = 4, most: int = 500, seed: int = 0) -> float:
-    """Mean BLEU of each answer with the others as references: 0 = nothing in common, 1 = nothing new.
-
-    Args:
-        texts: two or more answers; empty ones don't count.
-        n: longest n-gram; shorter answers are judged by what they have. One is added to numerator and denominator above
-            n = 1.
-        most: so many answers at most, drawn with the seed.
-
-    Source: Zhu et al., arXiv 1802.01886; smoothing of Lin and Och, "ORANGE" (2004).
-    """
-    texts = [t for t in texts if _grams(t, 1)]
-    if len(texts) > most:
-        chosen = np.random.default_rng(derive_seed(seed, "self-bleu")).permutation(len(texts))[:most]
-        texts = [texts[i] for i in sorted(chosen)]
-    if len(texts) < 2:
-        return math.nan
-    logs, parts = np.zeros(len(texts)), np.zeros(len(texts))
-    for size in range(1, n + 1):
-        counts = [Counter(_grams(t, size)) for t in texts]
-        best: dict[tuple[str, ...], tuple[int, int, int]] = {}  # n-gram: most in one text, which, most in any other
-        for i, c in enumerate(counts):
-            for gram, k in c.items():
-                top, who, second = best.get(gram, (0, -1, 0))
-                best[gram] = (k, i, top) if k > top else (top, who, max(second, k))
-        for i, c in enumerate(counts):
-            total = sum(c.values())
-            if total:
-                found = sum(min(k, best[g][2] if best[g][1] == i else best[g][0]) for g, k in c.items())
-                add = float(size > 1)
-                logs[i] += math.log(max((found + add) / (total + add), 1e-9))
-                parts[i] += 1
-    lengths = np.array([len(_grams(t, 1)) for t in texts])
-    scores = []
-    for i, mine in enumerate(lengths):
-        others = np.delete(lengths, i)
-        nearest = others[np.argmin(np.abs(others - mine) + 1e-6 * others)]
-        scores.append(math.exp(logs[i] / parts[i] + min(0.0, 1 - nearest / mine)))
-    return float(np.mean(scores))
-
-# %% ../../nbs/evaluate/metrics.ipynb #b330f365
-def tfidf(texts: Sequence[str], most: int = 2000) -> _Floats:
-    """Rows of unit length: how often each word occurs, times how rare it is. [N, up to `most`]
-
-    Args:
-        texts: N texts.
-        most: words, the most frequent ones.
-
-    Source: Salton and Buckley, "Term-weighting approaches in automatic text retrieval" (1988); smoothed as log((1 + N)
-        / (1 + df)) + 1.
-    """
-    bags = [Counter(g[0] for g in _grams(t, 1)) for t in texts]
-    seen = Counter(w for bag in bags for w in bag)
-    words = {w: i for i, (w, _) in enumerate(sorted(seen.items(), key=lambda x: (-x[1], x[0]))[:most])}
-    out = np.zeros((len(texts), max(len(words), 1)))
-    for i, bag in enumerate(bags):
-        for w, k in bag.items():
-            if w in words:
-                out[i, words[w]] = k * (math.log((1 + len(texts)) / (1 + seen[w])) + 1)
-    return np.asarray(out / np.maximum(np.linalg.norm(out, axis=1, keepdims=True), 1e-12), dtype=np.float64)
-
-
-def embed(model: Any, tokenizer: Any, texts: Sequence[str], batch_size: int = 16) -> _Floats:
-    """Mean of a causal language model's last hidden states over each text, unit length. [N, H]
-
-    Args:
-        model: of transformers.
-        tokenizer: its tokenizer.
-        texts: N texts; an empty one becomes zeros.
-        batch_size: texts in a forward.
-    """
-    rows, device = encode_texts(tokenizer, list(texts)), model.get_input_embeddings().weight.device
-    window = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 20
-    out: list[Any] = [None] * len(rows)
-    order = sorted((i for i, r in enumerate(rows) if r), key=lambda i: len(rows[i]))
-    with torch.no_grad(), eval_mode(model):
-        for start in range(0, len(order), batch_size):
-            places = order[start : start + batch_size]
-            ids = [torch.tensor(rows[i][:window]) for i in places]
-            batch = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(device)
-            mask = torch.tensor([[j < len(x) for j in range(batch.shape[1])] for x in ids], device=device)
-            hidden = model(input_ids=batch, attention_mask=mask.long(), output_hidden_states=True).hidden_states[-1]
-            mean = (hidden.float() * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
-            for i, vector in zip(places, mean.double().cpu().numpy()):
-                out[i] = vector / max(float(np.linalg.norm(vector)), 1e-12)
-    width = next((len(v) for v in out if v is not None), 1)
-    return np.stack([np.zeros(width) if v is None else v for v in out])
-
-
-def effective_number(vectors: _Floats) -> float:
-    """How many different answers there are, by what they mean: in [1, N].
-
-    Args:
-        vectors: [N, D] of unit length.
-
-    Source: Friedman and Dieng, "The Vendi score", arXiv 2210.02410.
-    """
-    n = len(vectors)
-    gram = vectors @ vectors.T if n <= vectors.shape[1] else vectors.T @ vectors  # the same eigenvalues but for zeros
-    values = np.linalg.eigvalsh(gram / n)
-    values = values[values > 1e-12]
-    return float(np.exp(-(values * np.log(values)).sum()))
-
 # %% ../../nbs/evaluate/metrics.ipynb #6cdd012e
-_WORDS = table_of("evaluate/words.yaml")
-REFUSALS: tuple[str, ...] = tuple(_WORDS["refusals"])
+REFUSALS: tuple[str, ...] = tuple(table_of("evaluate/words.yaml")["refusals"])
 _REFUSAL = re.compile("|".join(REFUSALS), re.IGNORECASE)
 
 
@@ -180,92 +65,7 @@ def ratio_interval(above: Any, below: Any, level: float = 0.95) -> Estimate:
     half = t_quantile(level, len(a) - 1) * float(((a - ratio * b) / b.mean()).std(ddof=1)) / math.sqrt(len(a))
     return Estimate(ratio, ratio - half, ratio + half, len(a), level, "ratio")
 
-
-def perplexity(
-    model: Any, tokenizer: Any, texts: Sequence[str], *, level: float = 0.95, token_budget: int = TOKEN_BUDGET
-) -> dict[str, Estimate]:
-    """How well a model foresees texts it was not trained on.
-
-    Args:
-        model: causal language model of transformers.
-        tokenizer: its tokenizer.
-        texts: whole texts; each is cut to the model's window. The first token is given and not foreseen.
-        level: of the intervals, over texts.
-        token_budget: most tokens in one forward.
-
-    Returns:
-        "perplexity" per token, and "bits_per_byte", which compares models with different tokenizers.
-
-    Raises:
-        DataError: no text has two tokens.
-    """
-    window = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 20
-    rows = [ids[:window] for ids in encode_texts(tokenizer, list(texts)) if len(ids) > 1]
-    if not rows:
-        raise DataError(f"none of {len(texts)} texts has two tokens, so there is nothing to foresee.")
-    c = Completions.from_lists([r[:1] for r in rows], [r[1:] for r in rows])
-    with torch.no_grad(), eval_mode(model):
-        device = model.get_input_embeddings().weight.device
-        logps = completion_logps(model, c.to(device), token_budget=token_budget).logps.double().sum(1).cpu().numpy()
-    tokens = [len(r) - 1 for r in rows]
-    size = [len(tokenizer.decode(r[1:], skip_special_tokens=True).encode()) for r in rows]
-    per_token = ratio_interval(-logps, tokens, level)
-    bits = ratio_interval(-logps / math.log(2), np.maximum(size, 1), level)
-    value, low, high = (math.exp(min(x, 700.0)) for x in per_token[:3])
-    return {"perplexity": Estimate(value, low, high, per_token.n, level, "ratio"), "bits_per_byte": bits}
-
 # %% ../../nbs/evaluate/metrics.ipynb #3ce86dd3
-def kmeans(vectors: _Floats, k: int, seed: int = 0, rounds: int = 50) -> list[int]:
-    """The cluster of each row, 0 the largest; the same for the same rows and seed.
-
-    Args:
-        vectors: [N, D].
-        k: clusters, at most N.
-        seed: of the first centres; rounds: at most.
-
-    Source: Lloyd (1982), with the start of Arthur and Vassilvitskii, "k-means++" (2007).
-    """
-    if not 1 <= k <= len(vectors):
-        raise ConfigError(f"{k} clusters of {len(vectors)} prompts: take between 1 and {len(vectors)}.")
-    rng = np.random.default_rng(derive_seed(seed, "k-means"))
-    centres = [vectors[int(rng.integers(len(vectors)))]]
-    for _ in range(k - 1):
-        far = np.min([((vectors - c) ** 2).sum(1) for c in centres], axis=0)
-        at = rng.choice(len(vectors), p=far / far.sum()) if far.sum() > 0 else rng.integers(len(vectors))
-        centres.append(vectors[int(at)])
-    middle, own = np.stack(centres), np.full(len(vectors), -1)
-    for _ in range(rounds):
-        new = np.stack([((vectors - m) ** 2).sum(1) for m in middle], 1).argmin(1)
-        if (new == own).all():
-            break
-        own = new
-        for i in range(k):
-            if (own == i).any():
-                middle[i] = vectors[own == i].mean(0)
-    sizes = Counter(own.tolist())
-    rank = {c: i for i, (c, _) in enumerate(sorted(sizes.items(), key=lambda x: (-x[1], int(np.argmax(own == x[0])))))}
-    return [rank[c] for c in own.tolist()]
-
-
-def cluster_prompts(prompts: Sequence[str], k: int, seed: int = 0, vectors: _Floats | None = None) -> list[str]:
-    """A readable name for the cluster of each prompt: its number and the words that set it apart.
-
-    Args:
-        prompts: N texts.
-        k: clusters; seed: of k-means.
-        vectors: [N, D], for example from `embed`; None: TF-IDF.
-    """
-    own = kmeans(tfidf(prompts) if vectors is None else vectors, k, seed)
-    bags = [{g[0] for g in _grams(p, 1) if len(g[0]) > 1} - set(_WORDS["empty"].split()) for p in prompts]
-    everywhere, names = Counter(w for bag in bags for w in bag), {}
-    for c in sorted(set(own)):
-        mine = Counter(w for bag, o in zip(bags, own) if o == c for w in bag)
-        size = sum(o == c for o in own)
-        lift = {w: n / size * math.log((1 + len(prompts)) / (1 + everywhere[w]) + 1) for w, n in mine.items()}
-        names[c] = f"{c + 1}: {' '.join(sorted(lift, key=lambda w: (-lift[w], w))[:3])}".rstrip(": ")
-    return [names[c] for c in own]
-
-
 def by_slice(
     values: Any, slices: Sequence[Hashable], clusters: Sequence[Hashable] | None = None, level: float = 0.95
 ) -> dict[Any, Estimate]:
@@ -307,9 +107,6 @@ def describe(
     shares: dict[str, Any] = {"refusals": map(is_refusal, texts), "repetition": map(repetition, texts)}
     shares |= {} if finished is None else {"finished": finished}
     out |= {k: share_interval([float(x) for x in each], clusters, level) for k, each in shares.items()}
-    some = list(texts[:500])
-    whole = {"distinct_2": distinct_n(texts), "self_bleu": self_bleu(texts)}
-    whole["effective_number"] = effective_number(tfidf(some))
-    return out | {
-        k: Estimate(v, math.nan, math.nan, len(texts), level, "whole") for k, v in whole.items() if not math.isnan(v)
-    }
+    whole = distinct_n(texts)
+    none = math.nan
+    return out | ({} if math.isnan(whole) else {"distinct_2": Estimate(whole, none, none, len(texts), level, "whole")})

@@ -142,9 +142,9 @@ class PolicyEval:
         """
         out: dict[str, float] = {}
         for name in self.scores:
-            asked, shown = int((~self.scores[name].isnan()).sum()), shown_as(name)
+            count, shown = int((~self.scores[name].isnan()).sum()), shown_as(name)
             out |= {shown: self.means[name], f"{shown}_std": self.stds[name]}
-            out[f"{shown}_stderr"] = self.stds[name] / max(asked, 1) ** 0.5
+            out[f"{shown}_stderr"] = self.stds[name] / max(count, 1) ** 0.5
             if against is not None and name in against.scores:
                 out[f"win_rate_{shown}"] = win_rate(self.scores[name], against.scores[name]).rate
         for kind, value in self.kl.items():
@@ -224,15 +224,15 @@ def in_turns(parts: Sequence[PolicyEval | None], pad_id: int = 0) -> PolicyEval:
         parts: of each rank; None where it had no prompt.
         pad_id: fills token columns where ranks have different widths.
     """
-    found = [p for p in parts if p is not None]
-    if len(found) == 1:
-        return found[0]
-    order = torch.tensor([j * len(parts) + r for r, p in enumerate(found) for j in range(len(p.prompts))]).argsort()
-    rollout = Rollout.cat([p.rollout.to("cpu") for p in found], pad_id)[order]
-    scores = {k: torch.cat([p.scores[k] for p in found])[order] for k in found[0].scores}
-    k1, k3 = ([getattr(p, k) for p in found] for k in ("kl_k1", "kl_k3"))
+    shares = [p for p in parts if p is not None]
+    if len(shares) == 1:
+        return shares[0]
+    order = torch.tensor([j * len(parts) + r for r, p in enumerate(shares) for j in range(len(p.prompts))]).argsort()
+    rollout = Rollout.cat([p.rollout.to("cpu") for p in shares], pad_id)[order]
+    scores = {k: torch.cat([p.scores[k] for p in shares])[order] for k in shares[0].scores}
+    k1, k3 = ([getattr(p, k) for p in shares] for k in ("kl_k1", "kl_k3"))
     kl = [None if parts_[0] is None else torch.cat(parts_)[order] for parts_ in (k1, k3)]
-    paid = [p.cost for p in found if p.cost is not None]
+    paid = [p.cost for p in shares if p.cost is not None]
     return PolicyEval(rollout, scores, kl[0], kl[1], total(paid))
 
 # %% ../../nbs/evaluate/policy.ipynb #8837e207

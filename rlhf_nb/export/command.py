@@ -40,8 +40,8 @@ def named_reward(said: str | None, source: ExportSource) -> AnswerScorer | None:
         raise ConfigError(
             f"--reward is {said!r}: name a reward model's folder, or an entry such as '{{file: rewards.py, fn: NAME}}'."
         )
-    found = RewardEntry.model_validate({"model": entry} if isinstance(entry, str) else entry)
-    return scorer([found], source.tokenizer, "--reward")
+    reward = RewardEntry.model_validate({"model": entry} if isinstance(entry, str) else entry)
+    return scorer([reward], source.tokenizer, "--reward")
 
 # %% ../../nbs/export/command.ipynb #a931009
 def export_named(

@@ -67,8 +67,8 @@ def earlier_files(out: Path) -> list[str]:
     Args:
         out: the folder.
     """
-    said = read_json(out / EXPORT_RECORD).get("files")
-    return [n for n in [*said, EXPORT_RECORD] if Path(n).name == n] if isinstance(said, dict) else []
+    files = read_json(out / EXPORT_RECORD).get("files")
+    return [n for n in [*files, EXPORT_RECORD] if Path(n).name == n] if isinstance(files, dict) else []
 
 
 def check_target(out: Path, source: ExportSource, needed: int, overwrite: bool) -> None:

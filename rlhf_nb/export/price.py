@@ -55,13 +55,13 @@ def greedy(forward: Forward, ids: Sequence[int], most: int, eos: Collection[int]
         most: tokens of the answer.
         eos: tokens that end it.
     """
-    said = list[int]()
+    answer = list[int]()
     logits, past = forward(ids, None)
     while True:
-        said.append(int(logits[-1].argmax()))
-        if said[-1] in eos or len(said) == most:
-            return said
-        logits, past = forward(said[-1:], past)
+        answer.append(int(logits[-1].argmax()))
+        if answer[-1] in eos or len(answer) == most:
+            return answer
+        logits, past = forward(answer[-1:], past)
 
 # %% ../../nbs/export/price.ipynb #a860009
 def token_kl(full: Tensor, copy: Tensor) -> Tensor:
@@ -147,9 +147,9 @@ def held_out(tokenizer: Any, file: str | Path, limit: int = 32, longest: int = 5
         prompts = as_chat(tokenizer, prompts)
     ids = [row[-longest:] for row in encode_prompts(tokenizer, prompts)]
     answers: list[list[int] | None] = [None] * len(rows)
-    for i, said in enumerate(completions):
-        if said is not None and len(ids[i]) < longest:
-            pair = pairs_as_chat(tokenizer, [prompts[i]], [said]) if speaks_chat(tokenizer) else ([prompts[i]], [said])
+    for i, text in enumerate(completions):
+        if text is not None and len(ids[i]) < longest:
+            pair = pairs_as_chat(tokenizer, [prompts[i]], [text]) if speaks_chat(tokenizer) else ([prompts[i]], [text])
             answers[i] = encode_pairs(tokenizer, *pair)[0][1][: longest - len(ids[i])]
     names = dict.fromkeys(k for row in rows for k in row if k not in ("prompt", "messages", "text"))
     return HeldOut(Path(file).name, list(prompts), ids, answers, {k: [row.get(k) for row in rows] for k in names})
@@ -202,8 +202,8 @@ def _lost(score: AnswerScorer, held: HeldOut, tokenizer: Any, full: TokenLists, 
 
     def scored(answers: TokenLists) -> Mapping[str, Tensor]:
         texts = [tokenizer.decode(row, skip_special_tokens=True) for row in answers]
-        found = score(held.prompts, texts, held.columns)
-        return {k: torch.tensor([float("nan") if x is None else x for x in v]).double() for k, v in found.items()}
+        scores = score(held.prompts, texts, held.columns)
+        return {k: torch.tensor([float("nan") if x is None else x for x in v]).double() for k, v in scores.items()}
 
     before, after = scored(full), scored(copy)
     out = {}
@@ -232,17 +232,17 @@ def measure_copy(
         score: rewards of (prompts, texts, columns) by name; None: no reward.
     """
     before, after = ([greedy(forward, row, answer_tokens, eos) for row in held.ids] for forward in (full, copy))
-    found, same = list[Tensor](), 0
+    kls, same = list[Tensor](), 0
     for ids, given, own in zip(held.ids, held.answers, before, strict=True):
         row = [*ids, *(own if given is None else given)]
         mine = slice(len(ids) - 1, len(row) - 1)  # the logits that the answer's tokens come from
         a, b = full(row, None)[0][mine], copy(row, None)[0][mine]
-        found.append(token_kl(a, b))
+        kls.append(token_kl(a, b))
         same += int((a.argmax(-1) == b.argmax(-1)).sum())
-    counts = [len(kl) for kl in found]
-    mean = ratio_interval([float(kl.sum()) for kl in found], counts)
+    counts = [len(kl) for kl in kls]
+    mean = ratio_interval([float(kl.sum()) for kl in kls], counts)
     return Price(
-        kl=mean.value, kl_low=max(mean.low, 0.0), kl_high=mean.high, kl_worst=float(torch.cat(found).max()),
+        kl=mean.value, kl_low=max(mean.low, 0.0), kl_high=mean.high, kl_worst=float(torch.cat(kls).max()),
         top1=same / sum(counts),
         same_answers=sum(a == b for a, b in zip(before, after)) / len(before), prompts=len(counts), tokens=sum(counts),
         measured_on=held.name,
@@ -258,12 +258,12 @@ def too_dear(price: Price, max_kl: float, max_lost: float | None = None) -> list
         max_kl: nats a token.
         max_lost: of any reward, in its own units; None: any.
     """
-    said = []
+    why = []
     if not price.kl <= max_kl:
-        said.append(
+        why.append(
             f"its KL from the model is {price.kl:.2g} nats a token ({price.measured_on}), above --max-kl={max_kl:g}"
         )
     for name, r in price.rewards.items():
         if max_lost is not None and not r.lost <= max_lost:
-            said.append(f"it loses {r.lost:.3g} of {name} ({r.full:.3g} → {r.copy:.3g}), above --max-lost={max_lost:g}")
-    return said
+            why.append(f"it loses {r.lost:.3g} of {name} ({r.full:.3g} → {r.copy:.3g}), above --max-lost={max_lost:g}")
+    return why

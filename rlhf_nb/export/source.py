@@ -55,8 +55,8 @@ class ExportSource:
     @property
     def eos(self) -> list[int]:
         """Tokens that end an answer: the tokenizer's, and those that the model says."""
-        said = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
-        listed = said if isinstance(said, list) else [said]
+        ids = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
+        listed = ids if isinstance(ids, list) else [ids]
         return sorted({int(i) for i in [*listed, self.tokenizer.eos_token_id] if i is not None})
 
     @property

@@ -180,7 +180,7 @@ def stretches(branches: Branches, device: torch.device) -> Stretches:
         device: where attention is computed.
     """
     asking: list[int] = []
-    asked: list[int] = []
+    key_lens: list[int] = []
     read: list[tuple[int, int]] = []
     start = 0
     for prompt, *answers in branches:
@@ -190,14 +190,14 @@ def stretches(branches: Branches, device: torch.device) -> Stretches:
                 continue
             stem = prompt if i else 0
             asking.append(n)
-            asked.append(stem + n)
+            key_lens.append(stem + n)
             read += [(start, start + stem), (at, at + n)]
             at += n
         start = at
-    begins = [torch.tensor([0, *x], device="cpu").cumsum(0).int() for x in (asking, asked)]
-    shared = [torch.cat([torch.arange(a, b, device="cpu") for a, b in read])] if sum(asked) > sum(asking) else []
+    begins = [torch.tensor([0, *x], device="cpu").cumsum(0).int() for x in (asking, key_lens)]
+    shared = [torch.cat([torch.arange(a, b, device="cpu") for a, b in read])] if sum(key_lens) > sum(asking) else []
     queries, keys, *rest = sent_together([*begins, *shared], device)
-    return Stretches(queries, keys, rest[0] if rest else None, (max(asking, default=0), max(asked, default=0)))
+    return Stretches(queries, keys, rest[0] if rest else None, (max(asking, default=0), max(key_lens, default=0)))
 
 # %% ../../nbs/fast/attention.ipynb #159f0011
 class AttentionShape(NamedTuple):
@@ -263,10 +263,10 @@ def _efficient(q: Tensor, k: Tensor, v: Tensor, s: Stretches, scale: float) -> T
     """The memory-efficient kernel, as PyTorch's nested tensors call it."""
     k, v = _asked(k, v, s, q.shape[1] // k.shape[1])
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    found = torch.ops.aten._efficient_attention_forward(
+    outputs = torch.ops.aten._efficient_attention_forward(
         q[None], k[None], v[None], None, s.queries, s.keys, *s.longest, 0.0, FROM_THE_END, learns, scale=scale
     )
-    return found[0][0]  # type: ignore[no-any-return]
+    return outputs[0][0]  # type: ignore[no-any-return]
 
 # %% ../../nbs/fast/attention.ipynb #159f0012
 def tags(branches: Branches) -> tuple[Tensor, Tensor]:
@@ -348,12 +348,12 @@ def asked_attention() -> str:
     Raises:
         ConfigError: it is something else.
     """
-    asked = os.environ.get("RLHF_NB_ATTENTION", "auto")
-    if asked not in ("auto", "rows", *KERNELS):
+    choice = os.environ.get("RLHF_NB_ATTENTION", "auto")
+    if choice not in ("auto", "rows", *KERNELS):
         raise ConfigError(
-            f"RLHF_NB_ATTENTION is {asked!r}: use 'auto', 'rows' or one of {', '.join(KERNELS)}; or unset it."
+            f"RLHF_NB_ATTENTION is {choice!r}: use 'auto', 'rows' or one of {', '.join(KERNELS)}; or unset it."
         )
-    return asked
+    return choice
 
 
 TRIED: Branches = [[5, 3], [17, 4, 2, 30], [9, 0, 6], [150, 40, 70]]  # what a kernel is compared on
@@ -369,8 +369,8 @@ def _with_gradients(f: Callable[..., Tensor], qkv: list[Tensor], g: Tensor, lear
     """f(q, k, v), and its gradients where they are wanted, in float64 on the CPU."""
     leaves = [x.detach().requires_grad_(learns) for x in qkv]
     out = f(*leaves).reshape(g.shape)
-    found = [out, *(torch.autograd.grad(out, leaves, g) if learns else ())]
-    return [x.detach().cpu().double() for x in found]
+    numbers = [out, *(torch.autograd.grad(out, leaves, g) if learns else ())]
+    return [x.detach().cpu().double() for x in numbers]
 
 
 def _learns(name: str, device: torch.device) -> bool:
@@ -399,14 +399,12 @@ def difference(name: str, s: AttentionShape) -> str:
             with torch.autocast(s.device.type, enabled=False):
                 rule, there = kernel.rule(TRIED, s.device), [x.to(s.device) for x in (*qkv, g)]
                 attend = lambda q, k, v: kernel.attend(q, k, v, rule, scale)
-                found = _with_gradients(attend, there[:3], there[3], learns)
+                ours = _with_gradients(attend, there[:3], there[3], learns)
         except torch.OutOfMemoryError:
             raise
         except Exception as e:  # of a compiler, a package, a card: the plain way is always there
             return _in_words(e)
-    for what, want, got in zip(
-        ("numbers", *(f"gradients of {x}" for x in ("queries", "keys", "values"))), plain, found
-    ):
+    for what, want, got in zip(("numbers", *(f"gradients of {x}" for x in ("queries", "keys", "values"))), plain, ours):
         off = float((got - want).abs().max() / want.abs().max())
         if not off <= ROUNDING[s.dtype]:
             return f"its {what} are off by {off:.2g} of the largest one, and rounding explains {ROUNDING[s.dtype]:g}"
@@ -437,13 +435,13 @@ def flat_kernel(s: AttentionShape) -> str | None:
     Args:
         s: of the heads that are to be computed.
     """
-    asked = asked_attention()
-    for name in AUTO if asked == "auto" else KERNELS.keys() & {asked}:
+    choice = asked_attention()
+    for name in AUTO if choice == "auto" else KERNELS.keys() & {choice}:
         if (name, s) not in _refused:
             if KERNELS[name].fits(s):
                 reason = difference(name, s)
                 _refuse(name, s, reason) if reason else _refused.update({(name, s): ""})
-            elif asked == "auto":
+            elif choice == "auto":
                 _refused[name, s] = "it isn't for this device, number format or size"
             else:
                 _refuse(name, s, "it isn't installed, or not for this device, number format or size of heads")

@@ -211,9 +211,9 @@ def decode_states(
             q, k = turn(q, k, *table)
         elif table is not None:
             q, k = rotate(q, *table), rotate(k, *table)
-        found = None if flat is None else flat(q, k, v, layer.scale)
-        if found is not None:
-            mixed = found
+        attended = None if flat is None else flat(q, k, v, layer.scale)
+        if attended is not None:
+            mixed = attended
         elif branches is not None:
             mixed = branch_attention(q, k, v, branches, layer.scale)
         elif real is not None:

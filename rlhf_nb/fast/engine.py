@@ -217,7 +217,7 @@ class RowCache:
         bias = (looks.float()[:, None, :, None] - self._places[:end]).clamp_(max=0).mul_(FAR).to(d.cached)
         at = (self._lines[index, None] * across + columns[:, :, None]).flatten()  # where keys and values of a token go
         q = cache[0].new_zeros(n * kv_heads, max(min(least, fewest), asks), d.head_dim)
-        asked = q[:, :asks].view(n, kv_heads, groups, width, -1)
+        scaled = q[:, :asks].view(n, kv_heads, groups, width, -1)
 
         def attend(layer: int, qkv: Tensor, scale: float) -> Tensor:
             live = qkv[: n * width].to(d.cached)
@@ -225,10 +225,10 @@ class RowCache:
             queries = live[:, : d.heads].view(n, width, kv_heads, groups, -1).permute(0, 2, 3, 1, 4)
             k, v = cache[layer][:, index, :, :end].flatten(1, 2)
             if self.by_products:
-                torch.mul(queries, scale, out=asked)
+                torch.mul(queries, scale, out=scaled)
                 mixed = _mixture(q, k, v, bias, asks)
             else:
-                asked.copy_(queries)
+                scaled.copy_(queries)
                 q4, k4, v4 = (x.unflatten(0, (n, -1)) for x in (q, k, v))
                 mixed = F.scaled_dot_product_attention(q4, k4, v4, attn_mask=bias, scale=scale).flatten(0, 1)
             mixed = mixed[:, :asks].view(n, kv_heads, groups, width, -1).permute(0, 3, 1, 2, 4).reshape(n * width, -1)
@@ -476,11 +476,11 @@ class RowEngine:
             return
         at = [(i, j) for i, guess in enumerate(guesses) for j in range(len(guess) + 1)]
         flat = torch.stack([lines[i, j] for i, j in at])
-        found = iter(self._choose([rows[i] for i, _ in at], [len(rows[i].logps) + j for i, j in at], flat))
+        choices = iter(self._choose([rows[i] for i, _ in at], [len(rows[i].logps) + j for i, j in at], flat))
         k = 0
         for row, guess in zip(rows, guesses):
             count, holds = 0, True
-            for n, drawn in enumerate(itertools.islice(found, len(guess) + 1)):
+            for n, drawn in enumerate(itertools.islice(choices, len(guess) + 1)):
                 if holds:
                     row.take(*drawn, flat, k + n)
                     count, holds = n + 1, not row.finish and n < len(guess) and drawn[0] == guess[n]
@@ -495,8 +495,8 @@ class RowEngine:
             out: dict[int, tuple[int, float, bool]] = {}
             for kind in dict.fromkeys(row.choose for row in rows):
                 own = [k for k, row in enumerate(rows) if row.choose is kind]
-                found = self._choose([rows[k] for k in own], [places[k] for k in own], logits[own])
-                out.update(zip(own, found))
+                drawn = self._choose([rows[k] for k in own], [places[k] for k in own], logits[own])
+                out.update(zip(own, drawn))
             return [out[k] for k in range(len(rows))]
         u = None
         if rows[0].numbers is not None:
@@ -543,12 +543,12 @@ class RowEngine:
             return [(row.text, row.logps) for row in rows]
 
         together = told(texts, len(texts))
-        found = {
+        ways = {
             "alone": [told([text], 1)[0] for text in texts], "in half the places": told(texts, -(-len(texts) // 2)),
         }  # fmt: skip
         self.memory.forget(self.memory.decoder)
         self.passes = self.tokens = 0
-        return next((way for way, answers in found.items() if answers != together), None)
+        return next((way for way, answers in ways.items() if answers != together), None)
 
 # %% ../../nbs/fast/engine.ipynb #bc6d2b2b
 def write_answers(
@@ -628,9 +628,9 @@ def write(
         return write_answers(RowEngine(RowCache(decoder, slots, decoder.length)), mine, slots, over)
 
     with alone_if_small(model, HUGE):  # a row: how many there are changes no bit
-        found = spread(one, range(parts), parts)
+        written = spread(one, range(parts), parts)
     if used is not None:
-        used += [n for passes in found for n in passes]
+        used += [n for passes in written for n in passes]
     if kept is not None:
         kept.update((name, row.past) for name, row in zip(names, rows) if row.past)
     ids = [row.answer + [-1] * (new_tokens - row.place) for row in rows]

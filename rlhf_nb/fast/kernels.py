@@ -370,8 +370,8 @@ def _difference(device: torch.device, dtype: torch.dtype) -> str:
         here = [i.to(device).requires_grad_() for i in inputs]
         wide = [i.double().requires_grad_() for i in inputs]
         y, want = ours(*here), plain(*wide)
-        found = [y, *torch.autograd.grad(y, here, slope.to(device))]
-        for one, two in zip(found, [want, *torch.autograd.grad(want, wide, slope.double())], strict=True):
+        outputs = [y, *torch.autograd.grad(y, here, slope.to(device))]
+        for one, two in zip(outputs, [want, *torch.autograd.grad(want, wide, slope.double())], strict=True):
             off = float((one.detach().cpu().double() - two.detach()).abs().max() / two.detach().abs().max())
             if not off <= allowed:
                 return f"{what} is off by {off:.2g} of the largest number, and rounding explains {allowed:.2g}"

@@ -275,8 +275,8 @@ def _key(w: Tensor) -> tuple[int, torch.Size]:
 def half_of(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """A weight in another number format: the one copy inside `half_copies`, or a new one."""
     copies = _copies.get() if dtype != weight.dtype else None
-    found = copies.of(weight, dtype) if copies else None
-    return weight.detach().to(dtype) if found is None else found
+    half = copies.of(weight, dtype) if copies else None
+    return weight.detach().to(dtype) if half is None else half
 
 # %% ../../nbs/fast/linear.ipynb #f476030b
 class _RoundedProducts(torch.autograd.Function):

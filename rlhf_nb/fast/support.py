@@ -194,15 +194,15 @@ def fingerprint(source: str, prefix: str) -> str:
         source: of transformers' modeling file.
         prefix: of its classes, "Llama".
     """
-    found = []
+    texts = []
     for node in ast.parse(source).body:
         body = node.body if isinstance(node, ast.ClassDef) and node.name.removeprefix(prefix) in _PARTS else [node]
         for f in body:
             if isinstance(f, ast.FunctionDef) and (f.name == "forward" or f.name in _HELPERS):
                 text = [x for x in f.body if not (isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant))]
                 lines = source.splitlines()[text[0].lineno - 1 : text[-1].end_lineno]
-                found.append(getattr(node, "name", "") + "".join("".join(re.sub(r"#.*", "", x).split()) for x in lines))
-    return hashlib.sha256("\n".join(sorted(found)).replace(prefix, "").encode()).hexdigest()[:8]
+                texts.append(getattr(node, "name", "") + "".join("".join(re.sub(r"#.*", "", x).split()) for x in lines))
+    return hashlib.sha256("\n".join(sorted(texts)).replace(prefix, "").encode()).hexdigest()[:8]
 
 
 def fast_families() -> dict[str, bool]:

@@ -209,11 +209,11 @@ class _Sum:
     def _add(self) -> None:
         """Add what is complete: first pieces first, and of these the cores in their order."""
         for at in sorted(self.waiting):
-            found = self.waiting[at]
-            if any(core not in found and ended <= at[0] for core, ended in enumerate(self.ended)):
+            pieces = self.waiting[at]
+            if any(core not in pieces and ended <= at[0] for core, ended in enumerate(self.ended)):
                 return
-            for core in sorted(found):
-                self.parameter.grad = _plus(self.parameter.grad, found[core])
+            for core in sorted(pieces):
+                self.parameter.grad = _plus(self.parameter.grad, pieces[core])
             del self.waiting[at]
 
 

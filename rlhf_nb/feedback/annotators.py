@@ -165,16 +165,16 @@ def margins_of_others(
     out: dict[str, float] = {}
     for g in range(min(groups, len(users))):
         taught = [v for v in votes if group[v.user] != g and trust.get(v.user, 1.0) > 0]
-        asked = [v for v in votes if group[v.user] == g]
+        held_out = [v for v in votes if group[v.user] == g]
         if not taught:
-            out |= {v.id: 0.0 for v in asked}
+            out |= {v.id: 0.0 for v in held_out}
             continue
         rows = [dict(zip(("chosen_ids", "rejected_ids"), bags[v.item][:: v.side])) for v in taught]
         weights = fit_words(
             word_bags(rows), len(known), ridge, torch.tensor([trust.get(v.user, 1.0) for v in taught]).double()
         )
-        there = word_bags([dict(zip(("chosen_ids", "rejected_ids"), bags[v.item])) for v in asked])
-        out |= dict(zip((v.id for v in asked), there.margin(weights).tolist()))
+        there = word_bags([dict(zip(("chosen_ids", "rejected_ids"), bags[v.item])) for v in held_out])
+        out |= dict(zip((v.id for v in held_out), there.margin(weights).tolist()))
     return out
 
 # %% ../../nbs/feedback/annotators.ipynb #f8720016

@@ -101,21 +101,21 @@ def users_table(found: Aggregate, most: int = 10) -> Table:
     return shown_table(rows, title, ("user", ""), ["bold red" if u.outlier else None for u in shown])
 
 # %% ../../nbs/feedback/look.ipynb #f9330008
-def _shown(store: FeedbackStore, said: Sequence[Feedback], found: Aggregate, screen: Console) -> None:
+def _shown(store: FeedbackStore, votes: Sequence[Feedback], tally: Aggregate, screen: Console) -> None:
     """The two tables, and what is behind them."""
-    title = f"{store.path.name}: {len(said)} standing, of {len({x.user for x in said})} users"
-    screen.print(shown_table(by_version(said), title, ("version", "")))
-    n, same = agreement_of(said)
+    title = f"{store.path.name}: {len(votes)} standing, of {len({x.user for x in votes})} users"
+    screen.print(shown_table(by_version(votes), title, ("version", "")))
+    n, same = agreement_of(votes)
     both = f"Two users agree in {same:.0%} of {n} cases where both judged the same."
     tell(both if n else "Nothing was judged by two users.", err=False)
     if store.torn:
         tell(f"Left out: {store.torn} lines that are torn or no feedback.", err=False)
-    if not found.users:
+    if not tally.users:
         tell("Nothing can be learnt from: no votes with consent.", err=False)
         return
-    screen.print(users_table(found))
-    out = "; ".join(f"{k}: {n}" for k, n in found.left_out.items()) or "nothing"
-    tell(f"Rows to train on: {len(found.pairs)} pairs, {len(found.thumbs)} thumbs. Left out: {out}.", err=False)
+    screen.print(users_table(tally))
+    out = "; ".join(f"{k}: {n}" for k, n in tally.left_out.items()) or "nothing"
+    tell(f"Rows to train on: {len(tally.pairs)} pairs, {len(tally.thumbs)} thumbs. Left out: {out}.", err=False)
 
 
 def _forgotten(store: FeedbackStore, user: str, roots: Sequence[Path], logs: Sequence[Path]) -> None:
@@ -147,10 +147,10 @@ def _forgotten(store: FeedbackStore, user: str, roots: Sequence[Path], logs: Seq
 
 
 def _exported(
-    store: FeedbackStore, said: Sequence[Feedback], found: Aggregate, out: Path, kind: str, scrub: bool, no_names: bool
+    store: FeedbackStore, votes: Sequence[Feedback], tally: Aggregate, out: Path, kind: str, scrub: bool, no_names: bool
 ) -> None:
     """Write rows, scrubbed if asked."""
-    rows = rows_as(found, kind)
+    rows = rows_as(tally, kind)
     if scrub:
         find, names = presidio(names=no_names)
         clean = Scrubber(find)
@@ -158,7 +158,7 @@ def _exported(
         counts = ", ".join(f"{k} {n}" for k, n in sorted(clean.counts.items())) or "nothing"
         none = " Names were not looked for: no spaCy model is installed (--names makes that an error)."
         tell(f"Replaced: {counts}.{'' if names else none}", err=False)
-    made = export_rows(store, rows, said, out)
+    made = export_rows(store, rows, votes, out)
     train = f"{me()} {'dpo' if kind == 'pairs' else 'kto'} data.path={made.path} ..."
     told = f"{made.path}: {made.rows} rows of {len(made.users)} users"
     tell(f"{told}. Look: {me()} data {made.path}; train: {train}", err=False)
@@ -199,12 +199,12 @@ def look_at_feedback(
         return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torn lines are part of the picture
-        said = store.standing()
-    if not said:
+        votes = store.standing()
+    if not votes:
         tell(f"{store.path} holds no feedback yet.", err=False)
         return
-    found = aggregate(said, most, robust=not heads)
+    tally = aggregate(votes, most, robust=not heads)
     if export is None:
-        _shown(store, said, found, Console(highlight=False, force_jupyter=False))
+        _shown(store, votes, tally, Console(highlight=False, force_jupyter=False))
     else:
-        _exported(store, said, found, export, kind, scrub, names)
+        _exported(store, votes, tally, export, kind, scrub, names)

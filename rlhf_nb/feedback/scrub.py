@@ -95,7 +95,7 @@ def presidio(
     analyzer = AnalyzerEngine(nlp_engine=engine, supported_languages=[language])
 
     def find(text: str) -> list[_Place]:
-        found = analyzer.analyze(text, language=language, entities=list(kinds), score_threshold=least)
-        return [(r.start, r.end, r.entity_type) for r in found]
+        results = analyzer.analyze(text, language=language, entities=list(kinds), score_threshold=least)
+        return [(r.start, r.end, r.entity_type) for r in results]
 
     return find, bool(models)

@@ -228,7 +228,7 @@ class FeedbackStore:
 
     def all(self) -> list[Feedback]:
         """Everything in the file, oldest first, less what was undone; damaged lines are counted in `torn`."""
-        self.torn, found, undone, notes = 0, dict[str, Feedback](), set[str](), dict[tuple[str, str], str]()
+        self.torn, by_id, undone, notes = 0, dict[str, Feedback](), set[str](), dict[tuple[str, str], str]()
         if not self.path.exists():
             return []
         with open_regular(self.path, root=self.path) as f:
@@ -243,13 +243,13 @@ class FeedbackStore:
                         undone.add(str(e["undoes"]))
                     elif e["type"] == "note":  # of the collector
                         notes[str(e["annotator"]), str(e["pair"])] = str(e["text"])
-                    elif said := feedback_of(e):
-                        found[said.id] = said
+                    elif feedback := feedback_of(e):
+                        by_id[feedback.id] = feedback
                 except (ValueError, KeyError, TypeError, AttributeError, OverflowError, DataError):
                     self.torn += line.ended  # an unfinished last line is being written, or was never acknowledged
         if self.torn:
             warnings.warn(f"{self.path}: lines that are torn or no feedback were left out: {self.torn}.", stacklevel=2)
-        return [_noted(x, notes) for x in found.values() if x.id not in undone]
+        return [_noted(x, notes) for x in by_id.values() if x.id not in undone]
 
     def standing(self) -> list[Feedback]:
         """The same, where a user's later word on the same item takes the place of the earlier one."""
@@ -264,12 +264,12 @@ class FeedbackStore:
         return len(self.all())
 
 
-def _noted(said: Feedback, notes: Mapping[tuple[str, str], str]) -> Feedback:
+def _noted(feedback: Feedback, notes: Mapping[tuple[str, str], str]) -> Feedback:
     """A choice with the note that the collector stored about it."""
-    if said.kind != "choice" or said.reason or not said.consent:
-        return said
-    first, second = said.answers
-    return replace(said, reason=notes.get((said.user, Pair(said.prompt, first, second).id), ""))
+    if feedback.kind != "choice" or feedback.reason or not feedback.consent:
+        return feedback
+    first, second = feedback.answers
+    return replace(feedback, reason=notes.get((feedback.user, Pair(feedback.prompt, first, second).id), ""))
 
 # %% ../../nbs/feedback/store.ipynb #f8700021
 _OWNERS = ("annotator", "user", "name", "from", "source")  # fields of a line that say whose it is

@@ -34,8 +34,8 @@ class Versions:
 
     def names(self) -> list[str]:
         """All versions, the oldest first."""
-        found = self.folder.glob("v*") if self.folder.is_dir() else ()
-        return sorted((p.name for p in found if re.fullmatch(r"v\d+", p.name) and p.is_dir()), key=lambda n: int(n[1:]))
+        paths = self.folder.glob("v*") if self.folder.is_dir() else ()
+        return sorted((p.name for p in paths if re.fullmatch(r"v\d+", p.name) and p.is_dir()), key=lambda n: int(n[1:]))
 
     def next_name(self) -> str:
         """What the next version will be called; a number is never used twice."""

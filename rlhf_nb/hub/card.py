@@ -109,13 +109,13 @@ def _merge_record(path: Path) -> dict[str, Any]:
         RunError: it can't be read.
     """
     try:
-        found = parse_yaml(read_regular(path, 4 * MAX_CONFIG).decode("utf-8"))
+        record = parse_yaml(read_regular(path, 4 * MAX_CONFIG).decode("utf-8"))
     except (OSError, ValueError) as e:
         raise RunError(f"{path} can't be read ({e}): merge again.") from e
-    known = isinstance(found, dict) and isinstance(found.get("recipe"), dict) and isinstance(found.get("read"), list)
+    known = isinstance(record, dict) and isinstance(record.get("recipe"), dict) and isinstance(record.get("read"), list)
     if not known:
         raise RunError(f"{path} is no record of a merge: take it away, or merge again.")
-    return dict(found)
+    return dict(record)
 
 
 def _method_of(run: Path, logged: str) -> MethodInfo:
@@ -229,8 +229,8 @@ def verdict(run: str | Path) -> BeforeAfter:
     """
     steps = [e for e in read_metrics(run) if e.get("type") == "step"]
     for metric, more in _CLAIMS:
-        found = [e[metric] for e in steps if isinstance(e.get(metric), int | float)]
-        values = [float(x) for x in found if math.isfinite(x)]
+        logged = [e[metric] for e in steps if isinstance(e.get(metric), int | float)]
+        values = [float(x) for x in logged if math.isfinite(x)]
         if len(values) >= 6:
             n = max(3, len(values) // 5)
             first, last = values[:n], values[-n:]
@@ -250,10 +250,10 @@ class Measured:
 
     def rows(self, n: int = 6) -> list[dict[str, Any]]:
         """Prompts with answers, spread from the largest gain to the largest loss."""
-        found = before_after(self.before or self.after, self.after, n=n)
+        answered = before_after(self.before or self.after, self.after, n=n)
         scored = any(not math.isnan(x) for v in self.after.scores.values() for x in v.tolist())
         out = []
-        for row in found:
+        for row in answered:
             one = {k: row[k] for k in ("prompt", "before", "after") if k != "before" or self.before}
             if scored and self.before:
                 one["score"] = f"{row['score_before']:.2f} → {row['score_after']:.2f}"
@@ -298,8 +298,8 @@ def measure_models(told: Told, n: int = 32) -> Measured | None:
     try:
         rows, held = load_rows(config.data, "prompt", config.seed)
         if info.online:
-            found = as_rewards(load_reward(config)[0], config)
-            judges = dict(zip(found.names, found.fns, strict=True))
+            rewards = as_rewards(load_reward(config)[0], config)
+            judges = dict(zip(rewards.names, rewards.fns, strict=True))
         else:
             gold = gold_of(config.data.path)
             judges = {_NOTHING: _nothing} if gold is None else {"gold": gold}
@@ -338,11 +338,11 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 
 def hub_name(name: str | None) -> str | None:
     """What a model's or dataset's name is on the hub; None: it isn't from there."""
-    found = SHORT_NAMES.get(str(name), str(name))
+    full_name = SHORT_NAMES.get(str(name), str(name))
     copy = find_copy(str(name)) if name else None
     origin = read_origin(copy) or {} if copy else {}
-    found = str(origin.get("name")) if origin.get("from") == "hub" else found
-    return found.partition("@")[0] if _HUB_NAME.fullmatch(found) and not Path(str(name)).exists() else None
+    full_name = str(origin.get("name")) if origin.get("from") == "hub" else full_name
+    return full_name.partition("@")[0] if _HUB_NAME.fullmatch(full_name) and not Path(str(name)).exists() else None
 
 
 def inherited_license(told: Told) -> str | None:
@@ -356,8 +356,8 @@ def inherited_license(told: Told) -> str | None:
         known = parse_yaml(front[1]) if front else {}
     except Unreadable:
         known = {}
-    said = known.get("license") if isinstance(known, dict) else None
-    return said if isinstance(said, str) and re.fullmatch(r"[\w.-]+", said) else _LICENSES.get(str(hub_name(base)))
+    name = known.get("license") if isinstance(known, dict) else None
+    return name if isinstance(name, str) and re.fullmatch(r"[\w.-]+", name) else _LICENSES.get(str(hub_name(base)))
 
 
 def portable(value: Any) -> Any:
@@ -453,7 +453,7 @@ def _facts(told: Told) -> list[dict[str, Any]]:
     seconds = sum(float(e.get("perf/step_s", 0.0)) for e in told.steps)
     several = [plain_json(r.model_dump(exclude_unset=True)) for r in getattr(config, "rewards", [])]
     reward = getattr(config, "reward", None) or several
-    found = {
+    facts = {
         "method": f"{told.info.name}: {told.info.about}",
         "began with": where + (f" at {config.model.revision}" if config.model.revision else ""),
         "data": describe_data(told),
@@ -466,7 +466,7 @@ def _facts(told: Told) -> list[dict[str, Any]]:
     }
     if not isinstance(machine, dict):
         told.missing.append("the run is older than the record of its machine and versions")
-    return [{"what": k, "this run": v} for k, v in found.items() if v not in (None, "", [])]
+    return [{"what": k, "this run": v} for k, v in facts.items() if v not in (None, "", [])]
 
 
 def _merge_facts(merged: Mapping[str, Any]) -> list[dict[str, Any]]:

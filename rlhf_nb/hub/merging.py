@@ -38,10 +38,10 @@ def weights_said(text: str | None, models: int) -> list[float]:
 
 def size_of(text: str) -> int:
     """Bytes of "5GB", "200MB" or a plain number."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?B?)", text.strip().upper())
-    if found is None or float(found[1]) <= 0:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?B?)", text.strip().upper())
+    if match is None or float(match[1]) <= 0:
         raise ConfigError(f"--shard-size is {text!r}: a size is needed, such as 5GB or 200MB.")
-    return int(float(found[1]) * {"": 1, "K": 1e3, "M": 1e6, "G": 1e9}[found[2].removesuffix("B")])
+    return int(float(match[1]) * {"": 1, "K": 1e3, "M": 1e6, "G": 1e9}[match[2].removesuffix("B")])
 
 # %% ../../nbs/hub/merging.ipynb #a919012
 def write_card(out: Path) -> None:

@@ -37,8 +37,8 @@ def _kept_secret(value: Any, at: str = "") -> str | None:
         here = f"{at}.{key}".lstrip(".")
         if str(key).lower().replace("-", "_") in _SECRET_KEYS and isinstance(inner, str) and inner:
             return here
-        if found := _kept_secret(inner, here):
-            return found
+        if secret := _kept_secret(inner, here):
+            return secret
     return None
 
 
@@ -48,7 +48,7 @@ def find_secrets(folder: Path) -> list[str]:
     Args:
         folder: that is to be sent.
     """
-    found = []
+    secrets = []
     for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.suffix in _TEXTS):
         name = path.relative_to(folder).as_posix()
         if name in ("tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json"):
@@ -56,15 +56,15 @@ def find_secrets(folder: Path) -> list[str]:
         text = path.read_text(encoding="utf-8", errors="replace")
         for what, pattern in _SECRETS.items():
             if hit := re.search(pattern, text):
-                found.append(f"{name}, line {text.count(chr(10), 0, hit.start()) + 1}: {what} ({hit[0][:4]}…)")
+                secrets.append(f"{name}, line {text.count(chr(10), 0, hit.start()) + 1}: {what} ({hit[0][:4]}…)")
         if path.suffix in (".yaml", ".yml"):
             try:
                 key = _kept_secret(parse_yaml(text))
             except Unreadable:
                 key = None
             if key:
-                found.append(f"{name}: the setting {key}")
-    return found
+                secrets.append(f"{name}: the setting {key}")
+    return secrets
 
 # %% ../../nbs/hub/push.ipynb #dc75906a
 _WEIGHTS = re.compile(
@@ -148,8 +148,8 @@ def not_sent(error: Exception, name: str, again: str) -> RunError:
     gaps |= {"tokens": f"{endpoint()}/settings/tokens", "where": f"{endpoint()}/{name}"}
     table, response = HUB_WORDS["sent"], getattr(error, "response", None)
     words = table["no answer"] if status is None else table.get(status, table["any other"])
-    said = getattr(error, "server_message", None) or (response.text if response is not None else "") or ""
-    shown = printable(said).strip()[:200] if status is not None else ""
+    message = getattr(error, "server_message", None) or (response.text if response is not None else "") or ""
+    shown = printable(message).strip()[:200] if status is not None else ""
     return RunError(words.format(**gaps) + (f" (the hub: {shown})" if shown else ""))
 
 
@@ -245,18 +245,18 @@ def push_to_hub(
     """
     if not _NAME.fullmatch(name):
         raise ConfigError(f"{name!r} is no name on the hub, owner/name of letters, digits, '-', '_' and '.'.")
-    found = read_run(place)
+    told = read_run(place)
     again = f"rlhf-nb push {place} {name}" + (" --public" if public else "")
     again += f" --revision {revision}" if revision else ""
-    if public and not (license or inherited_license(found)):
+    if public and not (license or inherited_license(told)):
         raise ConfigError(f"a public model without a licence may not be used. Choose one: {again} --license apache-2.0")
     if dry_run is None and offline():
         raise RunError(
             f"HF_HUB_OFFLINE forbids to go to the hub. Allow it for once: HF_HUB_OFFLINE=0 {again}. To look at what "
             f"would be sent: {again} --dry-run"
         )
-    with _folder_for(dry_run, found.model.parent) as folder:
-        build_folder(found, name, folder, license, samples, say)
+    with _folder_for(dry_run, told.model.parent) as folder:
+        build_folder(told, name, folder, license, samples, say)
         files = sorted(p for p in folder.rglob("*") if p.is_file())
         for path in files:
             say(f"  {path.stat().st_size:>13,}  {path.relative_to(folder).as_posix()}")

@@ -110,11 +110,11 @@ class SimulatedUser:
         if turn.number >= self.turns:
             return Step(done=True)
         self.messages.append({"role": "user", "content": turn.text or "(silence)"})
-        said = self._next()
-        return Step(None, done=True, metrics={"left": 1.0}) if self.stop in said else Step(said)
+        text = self._next()
+        return Step(None, done=True, metrics={"left": 1.0}) if self.stop in text else Step(text)
 
     def _next(self) -> str:
         """Let the person speak."""
-        said = self.there.say(self.messages, self.seed).text or "(silence)"
-        self.messages.append({"role": "assistant", "content": said})
-        return said
+        text = self.there.say(self.messages, self.seed).text or "(silence)"
+        self.messages.append({"role": "assistant", "content": text})
+        return text

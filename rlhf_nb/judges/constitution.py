@@ -113,14 +113,13 @@ class ModelWriter:
 
     def __call__(self, asked: list[Any], rows: list[int], stage: int) -> list[str]:
         """One sampled text for each question."""
-        if stage and self.chat:
-            asked = [[{"role": "user", "content": q}] for q in asked]
-        ids = encode_prompts(self.tokenizer, as_chat(self.tokenizer, asked, raw=not self.chat))
+        prompts = [[{"role": "user", "content": q}] for q in asked] if stage and self.chat else asked
+        ids = encode_prompts(self.tokenizer, as_chat(self.tokenizer, prompts, raw=not self.chat))
         window = getattr(getattr(self.model, "config", None), "max_position_embeddings", None) or 1 << 60
         fits = [i for i, x in enumerate(ids) if len(x) + self.sampling.max_new_tokens <= window]
         texts = [""] * len(ids)
         if fits:
-            batch = PromptBatch.from_lists([ids[i] for i in fits], [asked[i] for i in fits])
+            batch = PromptBatch.from_lists([ids[i] for i in fits], [prompts[i] for i in fits])
             batch = replace(batch, uid=torch.tensor([rows[i] for i in fits], dtype=torch.int64))
             how: dict[str, Any] = {"tokenizer": self.tokenizer, "seed": self.seed, "batch_size": self.batch_size}
             for i, text in zip(fits, sample(self.model, batch, self.sampling, step=stage, **how).texts, strict=True):

@@ -130,10 +130,10 @@ def _read_all(response: Any, deadline: float) -> bytes:
 def _http_error(e: urllib.error.HTTPError, address: str, more: str) -> Exception:
     """Which kind of error an HTTP status is, in words."""
     try:
-        said = " ".join(e.read(2000).decode("utf-8", "replace").split())[:200]
+        text = " ".join(e.read(2000).decode("utf-8", "replace").split())[:200]
     except (OSError, http.client.HTTPException):
-        said = ""  # the status alone, if its text doesn't come
-    shown = f"HTTP {e.code}" + (f": {said}" if said else "")
+        text = ""  # the status alone, if its text doesn't come
+    shown = f"HTTP {e.code}" + (f": {text}" if text else "")
     if e.code >= 500 or e.code in (408, 409, 425, 429):
         failure = _TryAgain(shown)
         after = e.headers.get("Retry-After", "")
@@ -238,25 +238,25 @@ def ask_all(ask: Callable[[Any], Any], questions: Iterable[Any], most: int, over
     Returns:
         An answer to each.
     """
-    listed, found = list(enumerate(questions)), dict[int, Any]()
+    listed, answers = list(enumerate(questions)), dict[int, Any]()
     each = iter(listed)  # each thread takes the next one
 
     def work() -> None:
         for i, question in each:
             if not over.is_set():
-                found[i] = ask(question)
+                answers[i] = ask(question)
 
-    asked = [begin(work, math.inf) for _ in range(min(most, len(listed)))]
+    futures = [begin(work, math.inf) for _ in range(min(most, len(listed)))]
     try:
-        for done in as_completed(asked):
+        for done in as_completed(futures):
             done.result()
     except Exception:
         over.set()
-        wait(asked, timeout=2.0)  # answers that are on their way are paid for, too
+        wait(futures, timeout=2.0)  # answers that are on their way are paid for, too
         raise
     finally:
         over.set()
-    return [found[i] for i, _ in listed]
+    return [answers[i] for i, _ in listed]
 
 # %% ../../nbs/judges/endpoint.ipynb #d92f29ed
 def read_choice(text: str, labels: Sequence[str]) -> int | None:
@@ -272,9 +272,9 @@ def read_choice(text: str, labels: Sequence[str]) -> int | None:
     one = "|".join(map(re.escape, sorted(labels, key=len, reverse=True)))
     start = re.match(rf"\W*({one})(?:\W*$|\s*[.,:;)\]*\n])", text)
     end = re.search(rf"(?<![\w'])({one})\W*$", text)
-    found = {m[1] for m in (start, end) if m}
+    choices = {m[1] for m in (start, end) if m}
     between = re.search(rf"(?<![\w'])({one})\s*(?:,|/|or|and)\s*({one})(?!\w)", text)  # "A or B" chooses neither
-    return None if len(found) != 1 or between else list(labels).index(found.pop())
+    return None if len(choices) != 1 or between else list(labels).index(choices.pop())
 
 
 def _bare(token: Any) -> str:
@@ -406,12 +406,12 @@ class _Client:
         while True:
             call.check()
             self.count("requests")
-            asked = self.use_logprobs
-            more = {"logprobs": True, "top_logprobs": c.top_logprobs} if asked else {}
+            with_logprobs = self.use_logprobs
+            more = {"logprobs": True, "top_logprobs": c.top_logprobs} if with_logprobs else {}
             try:
                 return _post(c.address, {**body, **more, **c.extra}, key, call.timeout(c.timeout))
             except _GiveUp as e:
-                if not (asked and "logprob" in str(e).lower()):
+                if not (with_logprobs and "logprob" in str(e).lower()):
                     raise
                 self.use_logprobs = False  # this server has none: ask again without, now and from now on
             except _TryAgain as e:
@@ -466,9 +466,9 @@ class EndpointJudge(TemplateJudge):
         todo = {k: q for k, q in zip(keys, questions, strict=True) if k not in self.cache.found}
         if todo:
             self._ask_all(todo, labels)
-        found = [self.cache.found.get(k) for k in keys]
-        self._client.counts["no_opinion"] += sum(p is None for p in found)
-        return list(found)
+        probs = [self.cache.found.get(k) for k in keys]
+        self._client.counts["no_opinion"] += sum(p is None for p in probs)
+        return list(probs)
 
     def _question_key(self, question: str, labels: tuple[str, ...]) -> str:
         """Under which name an answer is kept: everything that decides it, but not where the server is."""

@@ -48,8 +48,8 @@ def _aligned(**columns: Sequence[Any] | None) -> int:
     """The number of rows, refused unless all columns that are given have as many."""
     sizes = {name: len(x) for name, x in columns.items() if x is not None}
     if len(set(sizes.values())) > 1:
-        said = ", ".join(f"{n} {name}" for name, n in sizes.items())
-        raise DataError(f"a judge was given {said}: every row needs one of each.")
+        listed = ", ".join(f"{n} {name}" for name, n in sizes.items())
+        raise DataError(f"a judge was given {listed}: every row needs one of each.")
     return next(iter(sizes.values()))
 
 
@@ -346,13 +346,13 @@ def agreement(judge_probs: Sequence[float | None] | Verdicts, gold: Sequence[flo
 
     Source: Cohen, "A coefficient of agreement for nominal scales" (1960).
     """
-    said = judge_probs.probabilities if isinstance(judge_probs, Verdicts) else list(judge_probs)
-    _aligned(probabilities=said, gold=gold)
-    known = [(p, g) for p, g in zip(said, gold, strict=True) if p is not None and g != 0.5]
+    probabilities = judge_probs.probabilities if isinstance(judge_probs, Verdicts) else list(judge_probs)
+    _aligned(probabilities=probabilities, gold=gold)
+    known = [(p, g) for p, g in zip(probabilities, gold, strict=True) if p is not None and g != 0.5]
     if not all(0 <= p <= 1 and 0 <= g <= 1 for p, g in known):
         raise DataError("a probability or a label lies outside [0, 1]: both say how likely the first is better.")
     if not known:
-        raise DataError(f"none of {len(said)} pairs has an opinion and a label: there is nothing to compare.")
+        raise DataError(f"none of {len(probabilities)} pairs has an opinion and a label: there is nothing to compare.")
     p, truth = torch.tensor(known, dtype=torch.float64).unbind(1)
     truth, says = (truth > 0.5).double(), 0.5 * (1 + (p - 0.5).sign())
     n, right = len(p), float((says * truth + (1 - says) * (1 - truth)).mean())
@@ -362,7 +362,7 @@ def agreement(judge_probs: Sequence[float | None] | Verdicts, gold: Sequence[flo
         n, right, *wilson_interval(right, n), (right - luck) / (1 - luck) if luck < 1 else math.nan,
         sum(k * abs(a - b) for a, b, k in table) / n, table,
         judge_probs.position_bias if isinstance(judge_probs, Verdicts) else math.nan,
-        sum(x is None for x in said), sum(g == 0.5 for g in gold),
+        sum(x is None for x in probabilities), sum(g == 0.5 for g in gold),
     )  # fmt: skip
 
 # %% ../../nbs/judges/judge.ipynb #90a23b05
@@ -448,8 +448,8 @@ class Duel:
 
     def __call__(self, prompts: list[Any], completions: list[Any]) -> Opinions:
         """Probability [B] that an answer beats the other of its pair; ½ where the judge has no opinion."""
-        said = [judged_text(p) for p in prompts]
-        if said[0::2] != said[1::2]:
+        questions = [judged_text(p) for p in prompts]
+        if questions[0::2] != questions[1::2]:
             return self.judge.rate(prompts, completions)
         won = self.judge.compare(prompts[0::2], completions[0::2], completions[1::2])
         return [x for p in won for x in ((0.5, 0.5) if p is None else (p, 1 - p))]

@@ -86,8 +86,8 @@ class ModelJudge(TemplateJudge):
         self.model, self.tokenizer, self.token_budget = model, tokenizer, token_budget
         self.chat = bool(tokenizer.chat_template) if chat is None else chat
         self.ids: dict[tuple[str, ...], list[list[int]]] = {}
-        for asked, text in ((self.labels, self.template.compare), (self.ratings, self.template.rate)):
-            self.ids[asked] = label_ids(tokenizer, asked, self.chat, "" if text[-1:].isspace() else " ")
+        for replies, text in ((self.labels, self.template.compare), (self.ratings, self.template.rate)):
+            self.ids[replies] = label_ids(tokenizer, replies, self.chat, "" if text[-1:].isspace() else " ")
 
     def reply_probs(self, questions: list[str], labels: tuple[str, ...]) -> list[list[float] | None]:
         """The model's probabilities of the labels among themselves."""
@@ -102,8 +102,8 @@ class ModelJudge(TemplateJudge):
     def label_logps(self, questions: list[str], labels: tuple[str, ...]) -> Tensor:
         """log p of each label as the beginning of the reply, float64[B, labels]."""
         turns = [{"role": "system", "content": self.template.system}] if self.template.system else []
-        asked = [[*turns, {"role": "user", "content": q}] if self.chat else q for q in questions]
-        prompts, replies = encode_prompts(self.tokenizer, asked), self.ids[labels]
+        chats = [[*turns, {"role": "user", "content": q}] if self.chat else q for q in questions]
+        prompts, replies = encode_prompts(self.tokenizer, chats), self.ids[labels]
         longest = max(map(len, prompts)) + max(map(len, replies))
         window = getattr(getattr(self.model, "config", None), "max_position_embeddings", None)
         if window is not None and longest > window:  # many models answer all the same, and answer nonsense

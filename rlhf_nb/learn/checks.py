@@ -360,8 +360,8 @@ def run_again(name: str, code: str, seed: int, seconds: float = 60.0) -> str:
         seed: of the cases.
         seconds: of computing that it may take; five times as many by the clock, as a machine may be busy.
     """
-    asked = exercise(name)
-    cases = _cases(asked, seed)
+    task = exercise(name)
+    cases = _cases(task, seed)
     command = [sys.executable, "-c", _ALONE.format(os.path.dirname(__file__))]
     with tempfile.TemporaryFile() as told, tempfile.TemporaryDirectory() as folder:
         pipes: dict[str, Any] = {"stdout": told, "stderr": subprocess.DEVNULL, "cwd": folder}
@@ -381,7 +381,7 @@ def run_again(name: str, code: str, seed: int, seconds: float = 60.0) -> str:
             rows = json_value(told.read(1 << 20))
             faults = [str(row["fault"]) if isinstance(row, dict) and "fault" in row else "" for row in rows]
             outcomes = [Outcome(None if fault else _read(row), fault) for row, fault in zip(rows, faults)]
-            return _compared(asked, cases, outcomes).kind if done.returncode == 0 else "crashed"
+            return _compared(task, cases, outcomes).kind if done.returncode == 0 else "crashed"
         except (ValueError, TypeError, KeyError, RuntimeError):  # it wrote no values, or not one for each case
             return "crashed"
 
@@ -402,15 +402,15 @@ def grade(folder: str | Path, file: str | Path | None = None, seed: int | None =
     Raises:
         DataError: the folder holds no submission. One that can't be read is a row of the table.
     """
-    seed, found = time.time_ns() if seed is None else seed, sorted(Path(folder).glob("*.json"))
-    if not found:
+    seed, files = time.time_ns() if seed is None else seed, sorted(Path(folder).glob("*.json"))
+    if not files:
         raise DataError(f"grade: {folder} holds no .json file. Students write theirs with learn.submit(NAME).")
     target = Path(file or Path(folder) / "grades.csv")
     with open_regular(target, "w") as out:
         write = csv.writer(out, lineterminator="\n").writerow
         write(("student", "exercise", "verdict"))
-        for n, path in enumerate(found, 1):
-            tell(f"{n} of {len(found)}: {path.name}")
+        for n, path in enumerate(files, 1):
+            tell(f"{n} of {len(files)}: {path.name}")
             for row in _graded(path, seed):
                 write([_cell(x) for x in row])
                 out.flush()  # what was graded stays, if it is stopped

@@ -34,10 +34,10 @@ def function_at(where: str) -> tuple[Any, Callable[..., Any]]:
     parts, root = where.split("."), Path(str(resources.files("rlhf_nb")))
     n = max(n for n in range(len(parts)) if root.joinpath(*parts[:n]).with_suffix(".py").exists())
     module = importlib.import_module(".".join(["rlhf_nb", *parts[:n]]))
-    found: Any = module
+    target: Any = module
     for name in parts[n:]:
-        found = getattr(found, name)
-    return module, inspect.unwrap(found)
+        target = getattr(target, name)
+    return module, inspect.unwrap(target)
 
 
 @lru_cache(maxsize=1)
@@ -68,16 +68,16 @@ def find_bug(number: int | None = None, line: int | None = None) -> str:
         ConfigError: there is no such bug.
     """
     every, kept = bugs(), progress()
-    found = [n for n in range(1, len(every) + 1) if kept.get(f"bug_{n}", {}).get("kind") == "right"]
-    score = f"{len(found)} of {len(every)} bugs found"
-    number = number or next((n for n in range(1, len(every) + 1) if n not in found), len(every))
+    solved = [n for n in range(1, len(every) + 1) if kept.get(f"bug_{n}", {}).get("kind") == "right"]
+    score = f"{len(solved)} of {len(every)} bugs found"
+    number = number or next((n for n in range(1, len(every) + 1) if n not in solved), len(every))
     if not 1 <= number <= len(every):
         raise ConfigError(f"dojo: there is no bug {number}; they go from 1 to {len(every)}.")
     bug = every[number - 1]
     if line is None:
         numbered = "\n".join(f"{i:3} {row}" for i, row in enumerate(bug.text.rstrip("\n").splitlines(), 1))
-        asked = f"Which line is wrong? rlhf-nb learn dojo {number} LINE"
-        return f"Bug {number}, {bug.about} ({score}):\n\n{numbered}\n\n{asked}"
+        question = f"Which line is wrong? rlhf-nb learn dojo {number} LINE"
+        return f"Bug {number}, {bug.about} ({score}):\n\n{numbered}\n\n{question}"
     right = line in bug.wrong
     _keep(f"bug_{number}", CheckResult("right" if right else "wrong", ""), line)
     if not right:
@@ -85,5 +85,5 @@ def find_bug(number: int | None = None, line: int | None = None) -> str:
     named = (
         f"Named by {bug.entry['who']}." if bug.entry["who"] else "Neither doctor nor self-check nor a light names it."
     )
-    score = f"{len({*found, number})} of {len(every)} bugs found."
+    score = f"{len({*solved, number})} of {len(every)} bugs found."
     return f"Yes. {bug.entry['why']} {named} {score}"

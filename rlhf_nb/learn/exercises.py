@@ -43,8 +43,8 @@ def add_exercise(
         cases, truth, slips, tolerance: as in `Exercise`.
     """
     n, words = next((n, lesson["exercises"][name]) for n, lesson in lessons().items() if name in lesson["exercises"])
-    said = dict(zip(words["slips"], slips, strict=True))
-    EXERCISES[name] = Exercise(n, words["task"], cases, truth, said, tuple(words["hints"]), tolerance)
+    by_words = dict(zip(words["slips"], slips, strict=True))
+    EXERCISES[name] = Exercise(n, words["task"], cases, truth, by_words, tuple(words["hints"]), tolerance)
 
 
 def _lesson(n: int | str) -> tuple[int | str, dict[str, Any]]:
@@ -82,12 +82,12 @@ def progress_told() -> str:
     for n, lesson in lessons().items():
         kinds = {name: kept.get(name, {}).get("kind", "–") for name in lesson["exercises"]}
         solved = sum(kind == "right" for kind in kinds.values())
-        found = ", ".join(f"{name} {kind}" for name, kind in kinds.items())
-        lines.append(f"{n:2} {lesson['title']}: {solved} of {len(kinds)} ({found})")
+        outcomes = ", ".join(f"{name} {kind}" for name, kind in kinds.items())
+        lines.append(f"{n:2} {lesson['title']}: {solved} of {len(kinds)} ({outcomes})")
         bugs += [list(kinds.values())[-1]] if isinstance(n, int) else []  # the last exercise of a lesson
     planted = sum(name.startswith("bug_") and entry["kind"] == "right" for name, entry in kept.items())
-    found = f"{bugs.count('right')} of {len(bugs)} in the lessons, {planted} in the dojo (rlhf-nb learn dojo)."
-    return "\n".join([*lines, f"Silent bugs: {found}"])
+    score = f"{bugs.count('right')} of {len(bugs)} in the lessons, {planted} in the dojo (rlhf-nb learn dojo)."
+    return "\n".join([*lines, f"Silent bugs: {score}"])
 
 
 def course_command(words: Sequence[str]) -> str:

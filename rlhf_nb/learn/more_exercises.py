@@ -28,9 +28,9 @@ __all__ = []
 def _spoken(rng: random.Random) -> Iterator[tuple[Any, ...]]:
     """Logits [T, V] of a question with its answer, their token ids, and how many of them are the question."""
     yield torch.tensor([[0.0, 1.0], [2.0, 0.0], [0.0, 0.0]]), [1, 0, 1], 1
-    for asked, said, vocabulary in ((1, 1, 3), (2, 2, 4), (3, 4, 5), (2, 6, 7)):
-        ids = [rng.randrange(vocabulary) for _ in range(asked + said)]
-        yield torch.tensor([[rng.gauss(0, 2) for _ in range(vocabulary)] for _ in ids]), ids, asked
+    for begin, length, vocabulary in ((1, 1, 3), (2, 2, 4), (3, 4, 5), (2, 6, 7)):
+        ids = [rng.randrange(vocabulary) for _ in range(begin + length)]
+        yield torch.tensor([[rng.gauss(0, 2) for _ in range(vocabulary)] for _ in ids]), ids, begin
 
 
 def _read_logps(logits: Tensor, ids: list[int], start: int, shift: int = 1) -> Tensor:
@@ -230,8 +230,8 @@ def _with_holes(rng: random.Random) -> Iterator[tuple[Any, ...]]:
 
 def _gae(rewards: list[float], values: list[float], mask: list[bool], lam: float) -> list[float]:
     """Advantages, by the package."""
-    found, _ = gae(torch.tensor([rewards]), torch.tensor([values]), torch.tensor([mask]), lam=lam)
-    return found[0].tolist()  # type: ignore[no-any-return]
+    advantages, _ = gae(torch.tensor([rewards]), torch.tensor([values]), torch.tensor([mask]), lam=lam)
+    return advantages[0].tolist()  # type: ignore[no-any-return]
 
 
 def _filled(rewards: list[float], values: list[float], mask: list[bool], lam: float) -> list[float]:
@@ -496,10 +496,10 @@ def _dialogues(rng: random.Random) -> Iterator[tuple[Any, ...]]:
     """Who says how many tokens, in turn."""
     yield ([("user", 2), ("assistant", 1), ("tool", 2), ("assistant", 1)],)
     for turns in (1, 2, 3):
-        said = [("user", rng.randint(1, 4))]
+        dialogue = [("user", rng.randint(1, 4))]
         for _ in range(turns):
-            said += [("assistant", rng.randint(1, 3)), (rng.choice(("tool", "user")), rng.randint(1, 3))]
-        yield ([*said, ("assistant", rng.randint(1, 3))],)
+            dialogue += [("assistant", rng.randint(1, 3)), (rng.choice(("tool", "user")), rng.randint(1, 3))]
+        yield ([*dialogue, ("assistant", rng.randint(1, 3))],)
 
 
 def _said_by(turns: list[tuple[str, int]], learns: Any) -> list[bool]:
@@ -643,15 +643,15 @@ def _thumbs(rng: random.Random) -> Iterator[tuple[Any, ...]]:
     """(user, version, thumb up) in the order of time; one user presses often."""
     yield ([("ann", "old", True), ("bob", "new", False), *[("cy", "new", True)] * 3],)
     for n in (3, 4, 6):
-        said = [(f"u{k}", version, rng.random() < 0.5) for k in range(n) for version in ("old", "new", "new")]
-        said += [("loud", "new", k % 3 > 0) for k in range(3 * n)] + [("loud", "new", False), ("loud", "old", True)]
-        yield (said,)
+        votes = [(f"u{k}", version, rng.random() < 0.5) for k in range(n) for version in ("old", "new", "new")]
+        votes += [("loud", "new", k % 3 > 0) for k in range(3 * n)] + [("loud", "new", False), ("loud", "old", True)]
+        yield (votes,)
 
 
-def _by_user(said: list[tuple[str, str, bool]], of: Any = statistics.fmean) -> float:
+def _by_user(votes: list[tuple[str, str, bool]], of: Any = statistics.fmean) -> float:
     """Mean over users of what they say of new, less that of old."""
-    users = {(version, user) for user, version, _ in said}
-    mine = {u: of([up for user, version, up in said if (version, user) == u]) for u in users}
+    users = {(version, user) for user, version, _ in votes}
+    mine = {u: of([up for user, version, up in votes if (version, user) == u]) for u in users}
     new, old = (statistics.fmean([x for (version, _), x in mine.items() if version == v]) for v in ("new", "old"))
     return float(new - old)
 
@@ -673,7 +673,7 @@ add_exercise(
 )  # fmt: skip
 add_exercise(
     "thumbs", _thumbs, _by_user,
-    lambda said: _by_user([(str(i), version, up) for i, (_, version, up) in enumerate(said)]),
-    lambda said: _by_user(said, of=lambda ups: float(ups[-1])),
-    lambda said: -_by_user(said),
+    lambda votes: _by_user([(str(i), version, up) for i, (_, version, up) in enumerate(votes)]),
+    lambda votes: _by_user(votes, of=lambda ups: float(ups[-1])),
+    lambda votes: -_by_user(votes),
 )  # fmt: skip

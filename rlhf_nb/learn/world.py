@@ -129,8 +129,8 @@ class LessonWorld:
             words: most tokens of an answer.
         """
         model, seed = self.model(model) if isinstance(model, str) else model, self.seed if seed is None else seed
-        asked = [ids for ids in self.ids(prompts) for _ in range(each)]
-        rows, _ = draw(model, asked, words, seed)
+        prompt_ids = [ids for ids in self.ids(prompts) for _ in range(each)]
+        rows, _ = draw(model, prompt_ids, words, seed)
         return self.tokenizer.batch_decode(rows, skip_special_tokens=True), rows
 
     def logps(self, model: Any, prompts: Sequence[str], rows: list[list[int]]) -> list[Tensor]:
@@ -167,8 +167,8 @@ class LessonWorld:
             seed: of questions and answers; None: fresh ones, so that there is nothing to train on.
         """
         seed = time.time_ns() % 2**31 if seed is None else seed
-        asked = self.prompts(256, seed)
-        texts, rows = self.answers(model, asked, seed=seed)
-        both = (torch.stack([x.sum() for x in self.logps(m, asked, rows)]) for m in (model, "sft"))
-        gold, kl = mean_interval(self.gold(asked, texts)), mean_interval(torch.sub(*both))
+        prompts = self.prompts(256, seed)
+        texts, rows = self.answers(model, prompts, seed=seed)
+        both = (torch.stack([x.sum() for x in self.logps(m, prompts, rows)]) for m in (model, "sft"))
+        gold, kl = mean_interval(self.gold(prompts, texts)), mean_interval(torch.sub(*both))
         return {"gold": gold, "kl": kl, "counts": kl.high <= budget, "seed": seed}

@@ -58,15 +58,15 @@ def _so_far(values: Tensor, ends: Tensor, how: str) -> Tensor:
     check_tokens(ends, values=values)
     v, begun = torch.where(ends, wide(values), 0.0), ends.cumsum(1) > 0
     if how == "min":
-        found = torch.where(ends, v, torch.inf).cummin(1).values
+        running = torch.where(ends, v, torch.inf).cummin(1).values
     elif how == "product":
-        found = torch.where(ends, v, 1.0).cumprod(1)
+        running = torch.where(ends, v, 1.0).cumprod(1)
     elif how == "mean":
-        found = v.cumsum(1) / ends.sum(1, keepdim=True).clamp(min=1)
+        running = v.cumsum(1) / ends.sum(1, keepdim=True).clamp(min=1)
     else:
         place = torch.where(ends, torch.arange(ends.shape[1], device=ends.device), 0).cummax(1).values
-        found = v.gather(1, place)
-    return torch.where(begun, found, 0.0)
+        running = v.gather(1, place)
+    return torch.where(begun, running, 0.0)
 
 
 def aggregate_steps(

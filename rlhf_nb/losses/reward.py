@@ -24,9 +24,9 @@ def check_pairs(**columns: Float[Tensor, "B"] | None) -> None:
     given = {name: x for name, x in columns.items() if x is not None}
     shape = next(iter(given.values())).shape
     if len(shape) != 1 or any(x.shape != shape for x in given.values()):
-        found = ", ".join(f"{name} {list(x.shape)}" for name, x in given.items())
+        shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in given.items())
         raise DataError(
-            f"expected one number per pair in every column, got {found}. "
+            f"expected one number per pair in every column, got {shapes}. "
             "Anything else would be broadcast into pairs that were never compared."
         )
 

@@ -49,20 +49,20 @@ def _check_wholes(model: nn.Module, settings: LoraSettings) -> None:
     config: Any = getattr(model, "config", None)
     ends: list[Any] = [getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
     for name in settings.modules_to_save:
-        found = {key: m for key, m in modules.items() if f".{key}".endswith(f".{name}")}
-        if not found:
+        wholes = {key: m for key, m in modules.items() if f".{key}".endswith(f".{name}")}
+        if not wholes:
             known = {key.split(".")[-1]: key for key in modules if key and not key.split(".")[-1].isdigit()}
             hint = did_you_mean(name, known, f"It has: {', '.join(known)}.")
             raise ModelError(f"lora.modules_to_save: the model has no module {name!r}. {hint}")
-        if getattr(config, "tie_word_embeddings", False) and any(m is end for m in found.values() for end in ends):
+        if getattr(config, "tie_word_embeddings", False) and any(m is end for m in wholes.values() for end in ends):
             raise ModelError(
                 f"lora.modules_to_save: {name!r} shares its weight with the model's other end (tie_word_embeddings), "
                 "and a trained copy would part them. Leave it out, or train all weights (model.lora=null)."
             )
-        parts = [item for part, m in found.items() for item in m.named_modules(prefix=part)]
+        parts = [item for part, m in wholes.items() for item in m.named_modules(prefix=part)]
         inside = {key.split(".")[-1] for key, x in parts if type(x).__name__ in _ADAPTABLE}
         targets = settings.target_modules
-        head = {key.split(".")[-1] for key, m in found.items() if m is ends[1]}  # all-linear leaves the head out
+        head = {key.split(".")[-1] for key, m in wholes.items() if m is ends[1]}  # all-linear leaves the head out
         both = inside - head if targets == "all-linear" else inside & {t.split(".")[-1] for t in targets}
         if both:
             raise ModelError(

@@ -171,12 +171,12 @@ def settings_in(file: Path) -> dict[str, Any]:
         ModelError: it can't be read, or holds no settings.
     """
     try:
-        found = json_value(file.read_bytes())
-        if not isinstance(found, dict):
+        settings = json_value(file.read_bytes())
+        if not isinstance(settings, dict):
             raise Unreadable("no settings, but another value")
     except (OSError, Unreadable) as e:
         raise ModelError(f"{str(file)!r} can't be read: {e}. Is the directory complete?") from e
-    return found
+    return settings
 
 
 def _check_sizes(file: Path, most: int) -> None:
@@ -263,6 +263,9 @@ def quiet() -> Iterator[None]:
             hf.enable_progress_bar()
 
 # %% ../../nbs/models/files.ipynb #757795b6
+_TEXTS = table_of("models/texts.yaml")
+
+
 def load_or_explain(what: str, name: str, load: Callable[[], Any]) -> Any:
     """Run one `from_pretrained`, with its failures as one ModelError that says what to do.
 
@@ -285,11 +288,11 @@ def load_or_explain(what: str, name: str, load: Callable[[], Any]) -> Any:
         offline = offline or "internet connection" in str(e) or "offline" in str(e).lower()
         reason = str(e).strip().splitlines()[0][:300] if str(e).strip() else type(e).__name__
         if "trust_remote_code" in str(e) or "custom code" in str(e):
-            hint = table_of("models/texts.yaml")["own_code"]
+            hint = _TEXTS["own_code"]
         elif Path(name).expanduser().is_dir():
             hint = "Is the directory complete?"
         elif offline:
-            hint = table_of("models/texts.yaml")["no_copy"]
+            hint = _TEXTS["no_copy"]
         else:
             hint = "It is neither a folder here nor a model of the hub that you may read: check the name, or log in."
         raise ModelError(
@@ -395,13 +398,13 @@ def _from_gguf(kind: Any, file: Path, what: str, options: Mapping[str, Any]) -> 
     reading.tqdm = lambda rows, **_: rows  # type: ignore[attr-defined]  # it would draw into notebooks and logs
     try:
         load = lambda: kind.from_pretrained(str(file.parent), gguf_file=file.name, trust_remote_code=False, **kept)
-        found = load_or_explain(what, str(file), load)
+        loaded = load_or_explain(what, str(file), load)
     finally:
         reading.tqdm = bar  # type: ignore[attr-defined]
-    model = found[0] if isinstance(found, tuple) else found
+    model = loaded[0] if isinstance(loaded, tuple) else loaded
     if isinstance(model, nn.Module):
         _unmark(model, file)
-    return found
+    return loaded
 
 
 def _unmark(model: Any, file: Path) -> None:

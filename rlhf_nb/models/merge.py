@@ -155,8 +155,8 @@ def _vocabulary(model: ModelTensors) -> dict[str, int] | None:
 
     for folder in (model.own, model.folder):
         if any((folder / f).is_file() for f in ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")):
-            found: dict[str, int] = pretrained(AutoTokenizer, str(folder), "tokenizer").get_vocab()
-            return found
+            vocabulary: dict[str, int] = pretrained(AutoTokenizer, str(folder), "tokenizer").get_vocab()
+            return vocabulary
     return None
 
 
@@ -227,10 +227,10 @@ def _tokens_fit(
     if words != theirs:
         apart = {t for t in words.keys() | theirs.keys() if words.get(t) != theirs.get(t)}
         token = min(apart, key=lambda t: (words.get(t, 1 << 40), t))
-        said = [f"has the id {v[token]}" if token in v else "is none" for v in (words, theirs)]
+        ids = [f"has the id {v[token]}" if token in v else "is none" for v in (words, theirs)]
         raise ModelError(
-            f"{_shown(first)} and {_shown(other)} have different tokenizers: {token!r} {said[0]} in the first and "
-            f"{said[1]} in the second ({len(apart):,} tokens differ): rows of the embeddings stand for different words."
+            f"{_shown(first)} and {_shown(other)} have different tokenizers: {token!r} {ids[0]} in the first and "
+            f"{ids[1]} in the second ({len(apart):,} tokens differ): rows of the embeddings stand for different words."
         )
     templates = {_template(m) for m in (first, other)} - {None}
     return ["the models have different chat templates; the first's is kept"] if len(templates) > 1 else []
@@ -242,8 +242,8 @@ def _template(model: ModelTensors) -> str | None:
         if (folder / "chat_template.jinja").is_file():
             return (folder / "chat_template.jinja").read_text(encoding="utf-8")
         if (folder / "tokenizer_config.json").is_file():
-            found = settings_in(folder / "tokenizer_config.json").get("chat_template")
-            return json.dumps(found) if found else None
+            template = settings_in(folder / "tokenizer_config.json").get("chat_template")
+            return json.dumps(template) if template else None
     return None
 
 # %% ../../nbs/models/merge.ipynb #a340027
@@ -299,10 +299,10 @@ def merge_models(recipe: Recipe, out: str | Path, *, shard_bytes: int = SHARD_BY
     def tensor(name: str) -> Tensor:
         if table[name][0].is_floating_point:
             return merged_tensor(recipe, name, models, base).to(table[name][0])
-        found = first[name]
-        if any(not torch.equal(found, m[name]) for m in models):
+        numbers = first[name]
+        if any(not torch.equal(numbers, m[name]) for m in models):
             raise ModelError(f"{name} holds whole numbers, which differ, and a mean of them has no meaning.")
-        return found
+        return numbers
 
     with staged(target, "merged model") as folder, torch.no_grad():
         total = write_shards(folder, table, tensor, shard_bytes)
@@ -311,10 +311,10 @@ def merge_models(recipe: Recipe, out: str | Path, *, shard_bytes: int = SHARD_BY
     return Merged(target, len(table), total, ", ".join(formats), notes)
 
 # %% ../../nbs/models/merge.ipynb #d8fdf9ba
-def _check_target(target: Path, said: str | Path, models: Sequence[ModelTensors]) -> None:
+def _check_target(target: Path, shown: str | Path, models: Sequence[ModelTensors]) -> None:
     """Raise ModelError where the result would be written over a model that is read."""
     if any(target.resolve() in (m.own.resolve(), m.folder.resolve()) for m in models):
-        raise ModelError(f"{str(said)!r} is one of the merged models, and would be overwritten: name another folder.")
+        raise ModelError(f"{str(shown)!r} is one of the merged models, and would be overwritten: name another folder.")
 
 
 def _write_beside(
@@ -340,7 +340,7 @@ def portable_recipe(recipe: Recipe) -> dict[str, Any]:
     Args:
         recipe: as it was used.
     """
-    said = recipe.model_dump(mode="json", exclude_none=True, exclude_unset=True)
-    for part in said["models"]:
+    plain = recipe.model_dump(mode="json", exclude_none=True, exclude_unset=True)
+    for part in plain["models"]:
         part["model"] = told_place(part["model"])
-    return {"method": recipe.method} | said | ({"base": told_place(said["base"])} if "base" in said else {})
+    return {"method": recipe.method} | plain | ({"base": told_place(plain["base"])} if "base" in plain else {})

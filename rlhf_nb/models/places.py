@@ -53,16 +53,16 @@ def read_origin(folder: Path) -> dict[str, Any] | None:
     except OSError:
         return None
     try:
-        found = json_value(text or "{}")
+        origin = json_value(text or "{}")
     except Unreadable:
-        found = {}
-    return found if isinstance(found, dict) else {}
+        origin = {}
+    return origin if isinstance(origin, dict) else {}
 
 # %% ../../nbs/models/places.ipynb #1f6e64f0
 def find_copy(name: str, revision: str | None = None) -> Path | None:
     """The complete folder in the cache that a name stands for; None: there is none."""
-    model, said = split_revision(name)
-    folder = copy_folder(model, revision or said)
+    model, pinned = split_revision(name)
+    folder = copy_folder(model, revision or pinned)
     origin = read_origin(folder)
     if origin is None or (model not in SHORT_NAMES and origin.get("from") != "hub"):
         return None
@@ -84,9 +84,9 @@ def resolve(name: str, revision: str | None = None) -> str:
     copy = find_copy(name, revision)
     if copy is not None:
         return str(copy)
-    model, said = split_revision(name)
-    if model in SHORT_NAMES or (said and "/" in model and not model.startswith((".", "/", "~"))):
-        more = f"@{revision}" if revision and not said else ""
+    model, pinned = split_revision(name)
+    if model in SHORT_NAMES or (pinned and "/" in model and not model.startswith((".", "/", "~"))):
+        more = f"@{revision}" if revision and not pinned else ""
         raise ModelError(
             f"{name!r} is not on this machine, and is fetched on request only:\n  rlhf-nb get {name}{more}"
         )

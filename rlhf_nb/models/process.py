@@ -70,8 +70,8 @@ class ProcessModel(ScalarModel):
     @classmethod
     def load(cls, name: str | Path, **options: Any) -> ProcessModel:
         """Load from a directory or hub name: see `load_process`."""
-        found: ProcessModel = load_or_explain("process reward model", str(name), lambda: load_process(name, **options))
-        return found
+        model: ProcessModel = load_or_explain("process reward model", str(name), lambda: load_process(name, **options))
+        return model
 
 # %% ../../nbs/models/process.ipynb #eab3f75c
 def _shell(config: PreTrainedConfig) -> tuple[Any, str]:
@@ -205,12 +205,12 @@ def load_process(
         "dtype": torch.float32, "attn_implementation": "sdpa", **options, "use_safetensors": True,
         "output_loading_info": True,
     }  # fmt: skip
-    found, info = pretrained(AutoModelForTokenClassification, where, trust_remote_code=trust_remote_code, **how)
-    check_loaded(found, where, {**info, "unexpected_keys": ()})
-    head, bias = _log_odds(_layer_of(found)[1])
+    classifier, info = pretrained(AutoModelForTokenClassification, where, trust_remote_code=trust_remote_code, **how)
+    check_loaded(classifier, where, {**info, "unexpected_keys": ()})
+    head, bias = _log_odds(_layer_of(classifier)[1])
     known = {k: v for k, v in (getattr(config, "process_steps", None) or {}).items() if k in StepRule._fields}
     rule = _own_rule(where, StepRule(**known), trust_remote_code) if rule is None else rule
-    model = ProcessModel(getattr(found, found.base_model_prefix), head, rule=rule)
+    model = ProcessModel(getattr(classifier, classifier.base_model_prefix), head, rule=rule)
     model.bias.fill_(-bias)
     disable_dropout(model.decoder)
     return model.to(device).eval()

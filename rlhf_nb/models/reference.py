@@ -115,14 +115,14 @@ def _read(path: Path, key: dict[str, str], n: int) -> Tensor:
     remedy = f"Delete {str(path)!r}: it will be computed again."
     try:
         with safe_open(str(path), "pt") as f:
-            found: dict[str, str] = f.metadata() or {}
+            meta: dict[str, str] = f.metadata() or {}
             sums: Tensor = f.get_tensor("logps")
     except (SafetensorError, OSError) as e:
         raise DataError(f"the reference cache is damaged ({e}). {remedy}") from e
     for what, want in key.items():
-        if found.get(what) != want:
+        if meta.get(what) != want:
             raise DataError(
-                f"the reference cache {path.name} was made for another {what}: it says {found.get(what)}, this run has "
+                f"the reference cache {path.name} was made for another {what}: it says {meta.get(what)}, this run has "
                 f"{want}. Its log-probs would shift every margin. {remedy}"
             )
     if sums.shape != (n,):

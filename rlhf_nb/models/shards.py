@@ -55,7 +55,7 @@ def read_table(file: Path) -> dict[str, TensorEntry]:
     Raises:
         ModelError: it is damaged, or has a number format that is not known here.
     """
-    found: dict[str, TensorEntry] = {}
+    entries: dict[str, TensorEntry] = {}
     try:
         with safe_open(str(file), "pt") as opened:
             for name in opened.keys():
@@ -65,10 +65,10 @@ def read_table(file: Path) -> dict[str, TensorEntry]:
                     raise ModelError(
                         f"{name} in {str(file)!r} has the format {kind}; known are {', '.join(SHARD_DTYPES)}."
                     )
-                found[name] = TensorEntry(file, SHARD_DTYPES[kind], tuple(part.get_shape()))
+                entries[name] = TensorEntry(file, SHARD_DTYPES[kind], tuple(part.get_shape()))
     except (SafetensorError, OSError) as e:
         raise ModelError(f"{str(file)!r} can't be read ({e}). Is the copy complete?") from e
-    return found
+    return entries
 
 
 def read_tensor(name: str, entry: TensorEntry) -> Tensor:

@@ -14,23 +14,20 @@ from typing import Any
 from ..config import DataConfig, ModelConfig, StrictConfig, option
 from ..core import DataError, printable
 from ..data.convert import to_unpaired
-from ..data.formats import COLUMNS, PROMPTED, SFT_FORMATS, disliked, format_of, is_hh, to_format, whole_rows
-from ..data.shapes import SYSTEM, NothingToCompare, Reading, Shape, recognise
-from rlhf_nb.data.sources import (
-    LengthReport, length_report, row_key,
-)  # fmt: skip
+from ..data.formats import COLUMNS, disliked, format_of, is_hh, shape_of, to_format, whole_rows
+from ..data.shapes import SYSTEM, NothingToCompare, Reading
+from ..data.sources import LengthReport, length_report, row_key
 from ..data.templates import as_chat, family_templates, speaks_chat
 from ..strict import table_of
 from ..train.method import tokenize_rows
 from ..train.registry import get
-from ..data.worlds import RowKind, made_rows
+from ..data.worlds import Row, RowKind, made_rows
 from ..data.rows import raw_rows, reading_of
-from ..data.worlds import Row
 
 # %% auto #0
 __all__ = ['LOOKED_AT', 'STYLES', 'MARKS', 'LookConfig', 'FileLook', 'look_at', 'roles', 'twice', 'leaks', 'contradictions',
-           'same_sides', 'tokenized', 'without_refused', 'word_counts', 'histogram', 'row_parts', 'text_parts',
-           'painted', 'print_look']
+           'same_sides', 'without_refused', 'word_counts', 'histogram', 'row_parts', 'text_parts', 'painted',
+           'print_look']
 
 # %% ../../nbs/pipeline/data_look.ipynb #e297614d
 class LookConfig(StrictConfig):
@@ -106,7 +103,7 @@ def look_at(data: DataConfig, method: str | None = None, seed: int = 0, most: in
 def _taken_for(row: Row, fmt: str, reading: Reading) -> str:
     """The reading of a file's first row, in one line."""
     try:
-        shape = _shape(row, fmt, reading)
+        shape = shape_of(row, fmt, reading)
     except DataError:
         return "nothing that is known yet"
     if shape is not None:
@@ -117,18 +114,6 @@ def _taken_for(row: Row, fmt: str, reading: Reading) -> str:
     hh = " (dialogues marked Human: and Assistant:, as in HH-RLHF)" if any(is_hh(row.get(c)) for c in columns) else ""
     return f"{name}: {', '.join(columns)}{hh}"
 
-
-def _natives(row: Mapping[str, Any], fmt: str) -> dict[str, set[str]]:
-    """The formats that a row's columns make by themselves."""
-    there = {k for k, v in row.items() if v is not None}
-    fits = {"sft": SFT_FORMATS, "prompt": PROMPTED}.get(fmt, (fmt,))
-    return {f: set(COLUMNS[f]) for f in fits if there.issuperset(COLUMNS[f])}
-
-
-def _shape(row: Row, fmt: str, reading: Reading) -> Shape | None:
-    """The shape that a file's first row is recognised by; None: its columns are a format already."""
-    return recognise(row, fmt, _natives(row, fmt), "row 0", reading)
-
 # %% ../../nbs/pipeline/data_look.ipynb #6b0a5757
 def roles(look: FileLook, reading: Reading) -> list[tuple[str, str, str]]:
     """Each column of a file, what it holds, and what it is for."""
@@ -136,7 +121,7 @@ def roles(look: FileLook, reading: Reading) -> list[tuple[str, str, str]]:
     fmt = "preference" if look.kind == "unpaired" and format_of(row, reading) == "preference" else look.kind
     names, shape = dict.fromkeys(c for r in look.raw[:1000] for c in r), None
     with suppress(DataError):
-        shape = _shape(row, fmt, reading)
+        shape = shape_of(row, fmt, reading)
     used = {n: role for role, terms in ((shape.columns(row) or {}) if shape else {}).items() for t in terms for n in t}
     made = {"margin", "tools", *chain(*COLUMNS.values())} & set(look.rows[0] if look.rows else ())
     out = []
@@ -224,24 +209,19 @@ def same_sides(look: FileLook) -> list[int]:
     return [i for i, r in pairs if _said(r["chosen"]).strip() == _said(r["rejected"]).strip()]
 
 # %% ../../nbs/pipeline/data_look.ipynb #4784acad
-def tokenized(look: FileLook, tokenizer: Any, data: DataConfig) -> list[Row]:
-    """A file's rows as training tokenizes them."""
-    return tokenize_rows(look.kind, look.rows, tokenizer, data)
-
-
 def without_refused(look: FileLook, tokenizer: Any, data: DataConfig) -> FileLook:
     """A look without the rows that the model's template or tokenizer refuses; they are among the wrong ones,
     by number.
     """
     try:
-        tokenized(look, tokenizer, data)
+        tokenize_rows(look.kind, look.rows, tokenizer, data)
         return look
     except DataError:
         pass
     rows, numbers, wrong = list[Row](), list[int](), list(look.wrong)
     for number, row in zip(look.numbers, look.rows):
         try:
-            tokenized(replace(look, rows=[row]), tokenizer, data)
+            tokenize_rows(look.kind, [row], tokenizer, data)
         except DataError as e:
             wrong.append(f"row {number}: {e}")
         else:
@@ -430,7 +410,7 @@ def _parts(row: Row, look: FileLook, data: DataConfig, tokenizer: Any) -> list[l
     """One row as lines of parts."""
     if tokenizer is None:
         return text_parts(row)
-    alone = tokenized(replace(look, rows=[row]), tokenizer, data)
+    alone = tokenize_rows(look.kind, [row], tokenizer, data)
     lines = [line for one in alone for line in row_parts(one, tokenizer)]  # several where the template rewrites turns
     return lines or [[("(dropped: empty, identical or cut to nothing)", "read")]]
 
@@ -442,7 +422,7 @@ def _lengths(look: FileLook, data: DataConfig, tokenizer: Any, say: Any) -> None
         numbers = f"median {counts[len(counts) // 2]}, longest {counts[-1]}"
         say(f"\nLengths in words (--model=MODEL counts tokens): {numbers}\n{histogram(counts)}")
         return
-    tokens = tokenized(look, tokenizer, data)
+    tokens = tokenize_rows(look.kind, look.rows, tokenizer, data)
     if not tokens:
         allow = "data.max_length=NUMBER allows longer ones."
         say(f"\nNo row is left after tokenizing: all are empty or cut to nothing. {allow}")

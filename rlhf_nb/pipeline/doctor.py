@@ -29,10 +29,8 @@ from ..core import ConfigError, DataError, Precision, RlhfError, decide_precisio
 from ..core import read_interval
 from ..data.formats import DataWarning, prompt_text
 from ..data.templates import as_chat, speaks_chat, template_of
-from rlhf_nb.data.sources import (
-    LengthReport, deduplicate, length_report, row_lengths,
-)  # fmt: skip
-from ..data.worlds import RowKind, made_rows, model_world
+from ..data.sources import LengthReport, deduplicate, length_report, row_lengths
+from ..data.worlds import Row, RowKind, made_rows, model_world
 from rlhf_nb.models.load import (
     base_of_adapter, ensure_pad, find_model, load_causal_lm, named, pretrained, quantization_of,
 )  # fmt: skip
@@ -56,14 +54,13 @@ from ..train.registry import of
 from ..train.rlaif import RLAIFConfig
 from ..train.stage import with_proxy
 from ..data.rows import in_kind, parts_of, place_of, raw_rows, reading_of
-from ..data.worlds import Row
 from ..models.policy import dropout_left_out
 
 # %% auto #0
-__all__ = ['Severity', 'LEVELS', 'BEARABLE', 'Finding', 'finding', 'findings_table', 'check_special_tokens', 'plain_rows',
-           'check_data', 'check_model', 'check_sampling', 'check_precision', 'check_threads', 'check_speed',
-           'estimate_memory', 'free_bytes', 'check_memory', 'check_cost', 'for_this_machine', 'completed', 'cost_here',
-           'planned_job', 'plan_for', 'placement_for', 'usual_lengths', 'check_saving', 'check_loading', 'check_prices',
+__all__ = ['Severity', 'LEVELS', 'BEARABLE', 'Finding', 'finding', 'findings_table', 'check_special_tokens', 'check_data',
+           'check_model', 'check_sampling', 'check_precision', 'check_threads', 'check_speed', 'estimate_memory',
+           'free_bytes', 'check_memory', 'check_cost', 'for_this_machine', 'completed', 'cost_here', 'planned_job',
+           'plan_for', 'placement_for', 'usual_lengths', 'check_saving', 'check_loading', 'check_prices',
            'check_judgements', 'distance', 'check_distance', 'StageStart', 'load_start', 'some_rows', 'examine',
            'check_run_folder', 'doctor']
 
@@ -124,15 +121,6 @@ def _check_pad(tokenizer: Any) -> Finding:
     return finding(same.get(tokenizer.pad_token_id, "pad"), pad=tokenizer.pad_token, eos=tokenizer.eos_token)
 
 # %% ../../nbs/pipeline/doctor.ipynb #cfc322b6
-def plain_rows(chat: bool) -> Finding:
-    """What becomes of plain rows where the model speaks in messages.
-
-    Args:
-        chat: they go through the chat template.
-    """
-    return finding("plain_through_template" if chat else "plain_bare")
-
-
 def _as_in_training(
     rows: list[Row], tokenizer: Any, config: TextConfig, kind: RowKind
 ) -> tuple[list[Row], LengthReport, int]:
@@ -693,7 +681,8 @@ def examine(config: TextConfig | RLAIFConfig, start: StageStart | None = None) -
         bare = [x for x in said if isinstance(x, str)]
         with _found(out, "the chat template can't be used"):
             if bare and start.tokenizer.chat_template and as_chat(start.tokenizer, bare) != bare:
-                out += [plain_rows(speaks_chat(start.tokenizer, config.data.as_chat))]
+                chat = speaks_chat(start.tokenizer, config.data.as_chat)
+                out.append(finding("plain_through_template" if chat else "plain_bare"))
     if isinstance(config, RLAIFConfig):
         if not config.judge.named:
             out.append(finding("no_judge"))

@@ -22,7 +22,7 @@ from ..data.sources import collate_prompts
 from ..data.templates import train_bpe
 from ..evaluate.policy import PolicyEval, evaluate
 from ..files import write_whole
-from ..data.worlds import FIRST_WORLD, WORLDS, gold_of, model_world, world_of
+from ..data.worlds import FIRST_WORLD, WORLDS, Row, gold_of, model_world, world_of
 from ..models.load import load_causal_lm, load_tokenizer, save_model
 from rlhf_nb.pipeline.gates import (
     Check, GatesConfig, Verdict, check_kept, check_policy, check_reward_model, check_stage_rules, settings_text,
@@ -39,7 +39,6 @@ from ..train.ppo import PPOConfig
 from ..train.rlaif import RLAIFConfig
 from ..train.registry import MethodInfo, get, methods, on_register
 from ..data.rows import load_rows
-from ..data.worlds import Row
 from ..train.watched import entries_by_name
 from ..train.stage import StageResult, lasting, read_json, run_stage, write_json
 from ..types import PromptBatch

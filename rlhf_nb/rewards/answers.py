@@ -168,20 +168,20 @@ class _Mark(NamedTuple):
     start: int  # of the mark
     begin: int  # of what it marks
     end: int
-    said: bool = False  # in words, which may be a remark
+    in_words: bool = False  # which may be a remark
 
 
 def _boxes(text: str) -> list[_Mark]:
     """Every \\boxed{...}; braces counted."""
-    found, open_ = [], []
+    marks, open_ = [], []
     for brace in re.finditer(r"\\(?:boxed|fbox)\s*\{|[{}]", text):
         if brace.group() != "}":
             open_.append(brace)
         elif open_:
             start = open_.pop()
             if start.group() != "{":
-                found.append(_Mark(start.start(), start.end(), brace.start()))
-    return found
+                marks.append(_Mark(start.start(), start.end(), brace.start()))
+    return marks
 
 
 def _line(text: str, begin: int) -> tuple[int, int]:
@@ -210,7 +210,7 @@ def _last_mark(text: str) -> _Mark | None:
         if mark.end < 0:
             begin, stop = _line(text, mark.begin)
             mark = mark._replace(begin=begin, end=stop)
-        if not mark.said:
+        if not mark.in_words:
             return mark
         inside = text[mark.begin : min(mark.end, mark.begin + 1000)]
         if denied := _DENIED.match(inside):
@@ -253,15 +253,15 @@ def final_answer(text: str) -> str | None:
 
 def _marked(text: str) -> tuple[str | None, str]:
     """The marked answer, and, where words mark it, all of the text from there on."""
-    found, rest = None, ""
+    answer, rest = None, ""
     for _ in range(4):
-        mark = _last_mark(text if found is None else found)
+        mark = _last_mark(text if answer is None else answer)
         if mark is None:
             break
-        inner = text if found is None else found
-        rest = inner[mark.begin :] if mark.said and found is None else ""
-        found = inner[mark.begin : mark.end]
-    return (None, "") if found is None else (_bare(found), rest)
+        inner = text if answer is None else answer
+        rest = inner[mark.begin :] if mark.in_words and answer is None else ""
+        answer = inner[mark.begin : mark.end]
+    return (None, "") if answer is None else (_bare(answer), rest)
 
 # %% ../../nbs/rewards/answers.ipynb #38fee2e5
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d{1,2}(?:,\d{2})+,\d{3}(?!\d)|\d+)(?:\.\d+)?|\.\d+"
@@ -318,11 +318,11 @@ class _Figure(NamedTuple):
     percent: bool  # with a sign for per cent
 
 
-def _value(found: re.Match[str], percent: str) -> _Figure | None:
+def _value(match: re.Match[str], percent: str) -> _Figure | None:
     """The number of a match; None if its denominator is 0 or it has more than 400 digits."""
-    part = {k: v.replace(",", "") for k, v in found.groupdict().items() if v}
+    part = {k: v.replace(",", "") for k, v in match.groupdict().items() if v}
     exponent, power = part.get("e") or part.get("ten") or "0", int(part.get("power", "1"))
-    if len(found.group()) > 400 or len(exponent) > 4 or abs(int(exponent)) > 400:
+    if len(match.group()) > 400 or len(exponent) > 4 or abs(int(exponent)) > 400:
         return None
     top, bottom = Fraction(part["top"]), Fraction(part.get("bottom", "1"))
     if bottom == 0 or abs(power) > 400 or (power != 1 and len(part["top"]) > 9) or (power < 0 and top == 0):
@@ -371,10 +371,10 @@ def _figure(text: str, strict: bool, percent: str) -> _Figure | None:
 
 def _last(text: str, percent: str) -> _Figure | None:
     """The last number of a text that marks none."""
-    *_, found = [None, *_NUMBER.finditer(text)]
-    if found is None or _PART.search(text[max(0, found.start() - 30) : found.start()]):
+    *_, match = [None, *_NUMBER.finditer(text)]
+    if match is None or _PART.search(text[max(0, match.start() - 30) : match.start()]):
         return None
-    return None if _GOES_ON.match(text[found.end() : found.end() + 30]) else _value(found, percent)
+    return None if _GOES_ON.match(text[match.end() : match.end() + 30]) else _value(match, percent)
 
 
 def _first(text: str, percent: str, rest: str) -> _Figure | None:
@@ -388,14 +388,14 @@ def _first(text: str, percent: str, rest: str) -> _Figure | None:
     text = re.sub(r"^-\s+(?=[\d$.])", "-", text)
     equation = _EQUATION.match(text)
     after = text[equation.end() :].lstrip("$ ") if equation else text
-    found = _NUMBER.match(after)
-    if found and not _GOES_ON.match(after[found.end() : found.end() + 60]):
-        value = _value(found, percent)
+    match = _NUMBER.match(after)
+    if match and not _GOES_ON.match(after[match.end() : match.end() + 60]):
+        value = _value(match, percent)
         return value._replace(value=-value.value) if value and minus and not equation else value
     before = list(_NUMBER.finditer(equation[0])) if equation else []
     if equation and before and re.fullmatch(r"\s*=\s*", equation[0][before[-1].end() :]):
         return None if _PART.search(equation[0][: before[-1].start()]) else _value(before[-1], percent)
-    if found:
+    if match:
         return None  # it begins with a number that is a part of something else
     sides = text.split("=")
     numbers = list(_NUMBER.finditer(text))

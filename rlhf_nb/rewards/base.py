@@ -232,8 +232,8 @@ def _once(fn: Any, rollout: Rollout, columns: dict[str, list[Any]], limit: float
             return fn(list(rollout.prompts), as_answers(rollout.prompts, rollout.texts), **columns)
 
         if limit is not None and threading.current_thread() is not threading.main_thread():
-            asked = begin(ask, limit)
-            return _NoAnswer(f"gave no answer within {limit} s") if not wait([asked], limit).done else asked.result()
+            future = begin(ask, limit)
+            return _NoAnswer(f"gave no answer within {limit} s") if not wait([future], limit).done else future.result()
         with _within(limit):
             answer = ask()
         return _together([lambda: answer], [_Patience(limit)])()[0] if inspect.isawaitable(answer) else answer
@@ -353,17 +353,17 @@ def check_reader(model: Any, tokenizer: Any) -> None:
     except ModelError:
         own = None  # none was saved there
     known = model.decoder.config.get_text_config().vocab_size
-    found = other_token(tokenizer, own) if own is not None else None
+    odd = other_token(tokenizer, own) if own is not None else None
     if own is None and known < len(tokenizer):
-        found = f"there are {len(tokenizer)} here, and it knows {known}"
-    if found:
+        odd = f"there are {len(tokenizer)} here, and it knows {known}"
+    if odd:
         raise ModelError(
-            f"the reward model {model.home!r} has another tokenizer: {found}. It is given the policy's tokens, so its "
+            f"the reward model {model.home!r} has another tokenizer: {odd}. It is given the policy's tokens, so its "
             f"scores would be about other words. {as_text}; or train one from the policy's model, rlhf-nb reward."
         )
     if model.foreign and own is not None and own.chat_template is not None:
-        said = [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Yes."}]
-        end = render_chats(own, [said])[0].rpartition("Yes.")[2]
+        messages = [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Yes."}]
+        end = render_chats(own, [messages])[0].rpartition("Yes.")[2]
         if end != tokenizer.eos_token:
             words = {"home": model.home, "eos": tokenizer.eos_token, "end": end, "as_text": as_text}
             warnings.warn(_SAID["foreign"].format(**words), stacklevel=3)
@@ -643,13 +643,9 @@ class RunningNormalizer:
     """Brings scores to unit size by the running variance of all scores seen; its state belongs into checkpoints.
 
     Args:
-        shift: also subtract the running mean.
-        clip: bound of the normalised scores' size (None: none).
         eps: added to the standard deviation.
     """
 
-    shift: bool = False
-    clip: float | None = None
     eps: float = 1e-8
     count: int = field(default=0, init=False)
     mean: float = field(default=0.0, init=False)
@@ -679,8 +675,7 @@ class RunningNormalizer:
 
     def normalize(self, scores: Tensor) -> Tensor:
         """Scores of unit size by what has been seen so far."""
-        out = (scores - (self.mean if self.shift else 0.0)) / (self.std + self.eps)
-        return out if self.clip is None else out.clamp(-self.clip, self.clip)
+        return scores / (self.std + self.eps)
 
     def __call__(self, scores: Tensor) -> Tensor:
         """See a batch, then normalise it."""

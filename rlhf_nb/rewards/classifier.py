@@ -82,8 +82,8 @@ class ClassifierReward:
         text, template = completion_text(completion), self.reads == "both" and not isinstance(prompt, str)
         self.tokenizer.truncation_side = "left"
         if template and self.tokenizer.chat_template is not None:
-            said = [*prompt, {"role": "assistant", "content": str(text)}]
-            whole = render_chats(self.tokenizer, [said])[0]
+            messages = [*prompt, {"role": "assistant", "content": str(text)}]
+            whole = render_chats(self.tokenizer, [messages])[0]
             cut: dict[str, Any] = {"truncation": True, "max_length": self.longest, "add_special_tokens": False}
             return list(self.tokenizer(whole, **cut)["input_ids"])
         text = prompt_text(prompt) + ("" if isinstance(prompt, str) else "\n") + text if self.reads == "both" else text

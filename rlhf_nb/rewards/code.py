@@ -103,9 +103,9 @@ def parse_tests(tests: Any) -> CodeTests:
         translate_tests((tests,))
         return CodeTests((tests,), ())
     if isinstance(tests, dict):
-        found = _scripts(tests) if {"test", "tests", "test_list"} & {*tests} else CodeTests((), _pairs(tests))
-        translate_tests(found.scripts, found.setup, found.entry_point)
-        return found
+        parsed = _scripts(tests) if {"test", "tests", "test_list"} & {*tests} else CodeTests((), _pairs(tests))
+        translate_tests(parsed.scripts, parsed.setup, parsed.entry_point)
+        return parsed
     if isinstance(tests, tuple) and len(tests) == 2:
         return CodeTests((), _pairs({"input": tests[0], "output": tests[1]}))
     if not isinstance(tests, list) or not tests:
@@ -116,12 +116,12 @@ def parse_tests(tests: Any) -> CodeTests:
     setups, entries = {p.setup for p in parts if p.setup}, {p.entry_point for p in parts if p.entry_point}
     if len(entries) > 1 or len(setups) > 1:
         raise ValueError("tests of one row must share their setup and entry_point")
-    found = CodeTests(
+    parsed = CodeTests(
         sum((p.scripts for p in parts), ()), sum((p.pairs for p in parts), ()), min(setups, default=""),
         min(entries, default=""),
     )  # fmt: skip
-    translate_tests(found.scripts, found.setup, found.entry_point)
-    return found
+    translate_tests(parsed.scripts, parsed.setup, parsed.entry_point)
+    return parsed
 
 # %% ../../nbs/rewards/code.ipynb #5baa4620
 def _same_output(got: str, want: str) -> bool:

@@ -65,11 +65,11 @@ class SameMathematics(AnswerReward):
 
     def score(self, text: str, answer: tuple[str, RightNumber | None]) -> float:
         """1 or 0."""
-        (right, number), said = answer, final_answer(text)
-        if not said or len(said) > 1000:
+        (right, number), given = answer, final_answer(text)
+        if not given or len(given) > 1000:
             return 0.0
-        if in_latex(said).split() == in_latex(right).split():
+        if in_latex(given).split() == in_latex(right).split():
             return 1.0
-        if number is not None and self.number.score(f"\\boxed{{{said}}}", number) == 1:
+        if number is not None and self.number.score(f"\\boxed{{{given}}}", number) == 1:
             return 1.0
-        return float(same_mathematics(in_latex(right), in_latex(said), self.seconds))
+        return float(same_mathematics(in_latex(right), in_latex(given), self.seconds))

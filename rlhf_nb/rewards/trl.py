@@ -81,8 +81,8 @@ def trl_reward(fn: Any) -> Any:
 
     def call(prompts: list[Any], completions: list[str], **columns: Any) -> Any:
         both = zip(prompts, completions, strict=True)
-        said = [[{"role": "assistant", "content": str(c)}] if isinstance(p, list) else c for p, c in both]
-        given = {"prompts": prompts, "completions": said, **columns}
+        replies = [[{"role": "assistant", "content": str(c)}] if isinstance(p, list) else c for p, c in both]
+        given = {"prompts": prompts, "completions": replies, **columns}
         return fn(**(given if takes_all else {k: v for k, v in given.items() if k in wanted}))
 
     async def call_later(prompts: list[Any], completions: list[str], **columns: Any) -> Any:

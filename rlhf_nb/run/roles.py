@@ -10,10 +10,11 @@ import re
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -24,6 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 from ..config import StrictConfig, option
 from ..core import ConfigError, Precision, RunError
 from ..scoring.trees import TOKEN_BUDGET
+from ..strict import table_of
 from ..types import Completions
 
 # %% auto #0
@@ -33,6 +35,12 @@ __all__ = ['PLACED_ROLES', 'ClusterNode', 'ClusterLink', 'ClusterTopology', 'Wai
 # %% ../../nbs/run/roles.ipynb #5b330005
 PLACED_ROLES = ("actor", "critic", "reference", "reward")
 _RANKS = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")
+_SENTENCES: dict[str, str] = table_of("run/texts.yaml")["roles"]
+
+
+def _said(key: str, /, **words: object) -> str:
+    """A sentence of `run/texts.yaml` with its words filled in."""
+    return _SENTENCES[key].format(**words)
 
 
 class ClusterNode(StrictConfig):
@@ -84,10 +92,7 @@ class ClusterTopology(StrictConfig):
             ConfigError: none does.
         """
         if not (found := self.ranks(role)):
-            raise ConfigError(
-                f"this run keeps a {role} model, but placement gives no ranks to {role}: add it to a group, such as "
-                f"reference+reward, or to actor+{role} where it stays with what learns."
-            )
+            raise ConfigError(_said("homeless", role=role))
         return found
 
     def check_used(self, roles: Collection[str]) -> None:
@@ -101,18 +106,12 @@ class ClusterTopology(StrictConfig):
         """
         for group, ranks in self.groups().items():
             if ranks != self.ranks("actor") and not set(roles) & {*group.split("+")}:
-                raise ConfigError(
-                    f"placement gives {group} ranks of its own, {ranks}, but this run keeps no such frozen model, so "
-                    "they would have nothing to do: leave the group out."
-                )
+                raise ConfigError(_said("unused", group=group, ranks=ranks))
 
     def check_world(self, processes: int, path: object) -> None:
         """Refuse another number of processes than the file has devices."""
         if self.world != processes:
-            raise ConfigError(
-                f"the topology {path} has {self.world} devices, but {processes} process(es) come up: start as many "
-                f"(rlhf-nb launch METHOD -n {self.world} --topology FILE), or correct nodes."
-            )
+            raise ConfigError(_said("world", path=path, world=self.world, processes=processes))
 
     def node_of(self, rank: int) -> ClusterNode:
         """The machine of a rank."""
@@ -123,43 +122,31 @@ class ClusterTopology(StrictConfig):
         ends = sorted((self.node_of(a).name, self.node_of(b).name))
         return next((link for link in self.links if sorted(link.between) == ends), None)
 
+    def _wrong(self) -> Iterator[str]:
+        """What can't be, in sentences."""
+        groups, learn, nodes = self.groups(), self.ranks("actor"), {node.name for node in self.nodes}
+        roles = Counter(role for group in groups for role in group.split("+"))
+        yield from (_said("role", role=r, known=", ".join(PLACED_ROLES)) for r in roles if r not in PLACED_ROLES)
+        yield from (_said("twice", role=role) for role, n in roles.items() if n > 1)
+        for rank in sorted({rank for ranks in groups.values() for rank in ranks} | set(range(self.world))):
+            mine = [group for group, ranks in groups.items() for r in ranks if r == rank]
+            kind = "absent" if rank >= self.world else "overlap" if len(mine) > 1 else "" if mine else "idle"
+            yield from [_said(kind, rank=rank, groups=" and to ".join(mine), last=self.world - 1)] if kind else []
+        if not learn or learn != list(range(len(learn))):
+            yield _said("first", learn=learn)
+        if self.ranks("critic") not in ([], learn):
+            yield _said("critic")
+        many = [(group, len(ranks)) for group, ranks in groups.items() if len(ranks) > len(learn)]
+        yield from (_said("many", group=g, n=n, learn=len(learn), out=n - len(learn)) for g, n in many)
+        for link in self.links:
+            yield from (_said("node", name=name) for name in link.between if name not in nodes)
+            yield from [] if link.gigabytes_per_s else [_said("bandwidth", link="-".join(link.between))]
+
     @model_validator(mode="after")
     def _can_be(self) -> ClusterTopology:
         """Every rank is there, and in one group; learning ranks come first."""
-        seen: dict[int, str] = {}
-        named: dict[str, str] = {}
-        for group, ranks in self.groups().items():
-            for role in group.split("+"):
-                if role not in PLACED_ROLES:
-                    raise ValueError(f"placement has a role {role!r}; there are: {', '.join(PLACED_ROLES)}.")
-                if role in named:
-                    raise ValueError(f"placement names {role} in {named[role]!r} and in {group!r}: once will do.")
-                named[role] = group
-            for rank in ranks:
-                if rank >= self.world:
-                    known = f"nodes have devices for 0-{self.world - 1}"
-                    raise ValueError(f"placement gives {group} rank {rank}, but {known}.")
-                if rank in seen:
-                    both = f"{seen[rank]} and to {group}"
-                    raise ValueError(f"placement gives rank {rank} to {both}: groups can't overlap.")
-                seen[rank] = group
-        learn, idle = self.ranks("actor"), sorted(set(range(self.world)) - set(seen))
-        if not learn or learn != list(range(len(learn))):
-            raise ValueError(f"placement gives actor the ranks {learn}: the first ranks learn, such as actor: [0-1].")
-        if self.ranks("critic") not in ([], learn):
-            raise ValueError("placement parts critic from actor, but they learn as one module: write actor+critic.")
-        if idle:
-            why = "which would have nothing to do: name it, or fewer devices"
-            raise ValueError(f"placement leaves out rank {idle[0]}, {why}.")
-        for group, ranks in self.groups().items():
-            if len(ranks) > len(learn):
-                asks = f"{len(learn)} that learn, and each asks one: leave {len(ranks) - len(learn)} out"
-                raise ValueError(f"placement gives {group} {len(ranks)} ranks for {asks}.")
-        for link in self.links:
-            if unknown := set(link.between) - {node.name for node in self.nodes}:
-                raise ValueError(f"links name a node {min(unknown)!r}, which nodes doesn't have.")
-            if not link.gigabytes_per_s:
-                raise ValueError(f"the link {'-'.join(link.between)} has no bandwidth: set gigabytes_per_s above 0.")
+        if (wrong := next(self._wrong(), None)) is not None:
+            raise ValueError(wrong)
         return self
 
 
@@ -285,13 +272,9 @@ class RemoteModel:
     def begin(self, c: Completions, temperature: float = 1.0, token_budget: int = TOKEN_BUDGET) -> None:
         """Ask now what `logps` or `score` will be asked with the same arguments; returns at once."""
         if not self.roles.open:
-            raise RunError(
-                f"the {self.role} is on rank {self.peer}, which answers inside fit() only: evaluate there (eval_every),"
-                " or load the saved model and evaluate it without RLHF_NB_TOPOLOGY."
-            )
-        h = c.on_host()
-        tensors = [h.prompt_ids, h.prompt_mask, h.completion_ids, h.completion_lens, h.completion_mask]
-        shape = h.completion_ids.shape if self.role == "reference" else h.completion_lens.shape
+            raise RunError(_said("outside", role=self.role, peer=self.peer))
+        tensors = list(c.on_host().columns_dict().values())
+        shape = tensors[2].shape if self.role == "reference" else tensors[3].shape
         with self.roles.named(self.role, self.peer):
             role = PLACED_ROLES.index(self.role)
             asked = self.roles.wire.ask(self.peer, role, tensors, shape, temperature, token_budget)
@@ -299,8 +282,7 @@ class RemoteModel:
 
     def logps(self, c: Completions, temperature: float = 1.0, token_budget: int = TOKEN_BUDGET) -> Tensor:
         """[B, C] log-probs of the completion tokens under the reference, as `Reference.logps`."""
-        h, how = c.on_host(), (temperature, token_budget)
-        mine = [h.prompt_ids, h.prompt_mask, h.completion_ids, h.completion_lens, h.completion_mask]
+        mine, how = list(c.on_host().columns_dict().values()), (temperature, token_budget)
         same = [i for i, a in enumerate(self._asked) if a[1] == how and all(map(torch.equal, a[0], mine))]
         if not same:
             self.begin(c, temperature, token_budget)
@@ -318,10 +300,7 @@ class RemoteModel:
         Raises:
             ConfigError: always.
         """
-        raise ConfigError(
-            f"the {self.role} is on rank {self.peer} and gives log-probs only, but this run lets it draw answers: use "
-            "opponent=policy, or place it with actor."
-        )
+        raise ConfigError(_said("silent", role=self.role, peer=self.peer))
 
     def drain(self) -> None:
         """Wait for what was asked and isn't wanted any more: it still arrives."""
@@ -349,7 +328,8 @@ class Roles:
         self.frozen, self.open, self.fits = rank not in self.learners, False, 0
         self.held: dict[str, Any] = {}
         self.remote: dict[str, RemoteModel] = {}
-        self.wire = Wire(_gloo(torch.distributed.distributed_c10d.PrefixStore("roles", store), rank, world))
+        own = torch.distributed.distributed_c10d.PrefixStore("roles", store)
+        self.wire = Wire(torch.distributed.ProcessGroupGloo(own, rank, world, _LONG))  # beside torch's default group
 
     def asked_by(self, role: str, learner: int) -> int:
         """The rank that answers a learning rank for a role."""
@@ -384,15 +364,9 @@ class Roles:
         for rank, found in enumerate(told):
             node = self.topology.node_of(rank)
             if node.host not in (None, found["host"]):
-                raise ConfigError(
-                    f"rank {rank} came up on host {found['host']!r}, but the topology has node {node.name} "
-                    f"({node.host!r}) there: correct host, or start the processes in the order of nodes."
-                )
+                raise ConfigError(_said("host", rank=rank, here=found["host"], name=node.name, host=node.host))
             if found["format"] != told[0]["format"]:
-                raise ConfigError(
-                    f"rank 0 computes in {told[0]['format']} and rank {rank} in {found['format']}, so log-probs that "
-                    "cross would be rounded in two ways, and a policy would differ from itself: set precision=fp32."
-                )
+                raise ConfigError(_said("format", rank=rank, first=told[0]["format"], other=found["format"]))
 
     @contextmanager
     def named(self, role: str, peer: int) -> Iterator[None]:
@@ -402,10 +376,7 @@ class Roles:
         except RunError:
             raise
         except RuntimeError as error:
-            raise RunError(
-                f"rank {peer}, which holds the {role}, has ended, so this run can't go on ({str(error)[:80]}...): start"
-                " it again with --resume, from its newest checkpoint"
-            ) from error
+            raise RunError(_said("ended", peer=peer, role=role, error=str(error)[:80])) from error
 
     @contextmanager
     def asking(self, precision: Precision) -> Iterator[None]:
@@ -455,7 +426,7 @@ class Roles:
         while asking:
             peer, found = box.get()
             if isinstance(found, RuntimeError) or found[0] == -2:
-                raise RunError(f"rank {peer}, which learns, has failed or was ended, so this rank has none to answer")
+                raise RunError(_said("alone", peer=peer))
             if found[0] == -1:
                 asking.discard(peer)
                 continue
@@ -464,21 +435,14 @@ class Roles:
     def _answer(self, peer: int, role: str, c: Completions, temperature: float, budget: float) -> None:
         """One question."""
         begun, problem, held = time.monotonic(), "", self.held[role]
-        shape = c.completion_ids.shape if role == "reference" else c.completion_lens.shape
-        answer = torch.zeros(shape)
+        answer = torch.zeros(c.completion_ids.shape if role == "reference" else c.completion_lens.shape)
         try:
-            how: dict[str, Any] = {"temperature": temperature} if role == "reference" else {}
-            ask = held.logps if role == "reference" else held.score
-            answer = ask(c, token_budget=int(budget), **how).float().cpu().contiguous()
+            ask = partial(held.logps, temperature=temperature) if role == "reference" else held.score
+            answer = ask(c, token_budget=int(budget)).float().cpu().contiguous()
         except Exception as error:  # whatever a model raises: the rank that asked says it
             problem = f"{type(error).__name__}: {error}"[:1000]
         with self.named("question", peer):
             self.wire.give(peer, answer, time.monotonic() - begun, problem)
-
-
-def _gloo(store: Any, rank: int, world: int) -> Any:
-    """A process group of its own, beside torch's default one."""
-    return torch.distributed.ProcessGroupGloo(store, rank, world, _LONG)
 
 # %% ../../nbs/run/roles.ipynb #5b33000f
 @lru_cache(1)

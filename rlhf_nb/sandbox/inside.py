@@ -433,10 +433,10 @@ class _Solution(type(sys)):  # type: ignore[misc]
         self.__dict__["__asker__"] = asker
 
     def __getattr__(self, name: str) -> Any:
-        found = [] if name[:2] == "__" else self.__dict__["__asker__"].ask("name", 0, [name], None, name, False)
-        if type(found) is not list or len(found) != 1:
+        values = [] if name[:2] == "__" else self.__dict__["__asker__"].ask("name", 0, [name], None, name, False)
+        if type(values) is not list or len(values) != 1:
             raise AttributeError(f"the program defines no {name}")
-        return found[0]
+        return values[0]
 
 
 def _verdict(test: tuple[bytes, list[str], list[str]], program: Any, space: dict[str, Any]) -> tuple[str, str]:

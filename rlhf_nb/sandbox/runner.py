@@ -398,11 +398,11 @@ def _tail(file: IO[bytes], limit: int) -> str:
     return os.pread(file.fileno(), limit, max(0, size - limit)).decode(errors="replace")
 
 # %% ../../nbs/sandbox/runner.ipynb #b149b0e0
-def _job(box: Sandbox, code: str, asked: bool) -> bytes:
+def _job(box: Sandbox, code: str, as_solution: bool) -> bytes:
     """What the child reads: the script, and what the program's process may know."""
     arch, refused = _refused_calls(platform.machine())
     limits = {"CPU": math.ceil(box.timeout_s), "AS": box.memory_mb << 20, "FSIZE": box.output_kb << 10}
-    job: dict[str, Any] = {"code": code, "asked": asked, "name": "solution" if asked else "__main__"}
+    job: dict[str, Any] = {"code": code, "asked": as_solution, "name": "solution" if as_solution else "__main__"}
     job |= {"limits": limits | {"NOFILE": 64, "CORE": 0, "MSGQUEUE": 0}, "disk": box.disk_mb << 20}
     job |= {"fences": tuple(box.fences), "arch": arch, "refused": tuple(refused), "may_escape": box.programs_may_escape}
     return _child_code(_child_source()) + marshal.dumps(job)
@@ -558,8 +558,8 @@ def _run(
         passed += (False,) * (len(tests) - len(passed))
         outcome = _outcome(in_time, ended, bool(at_end), all(passed))
         why = "\n".join(line[1:] for line in verdicts if line[:1] != "+")
-        said, complained = _tail(files[1], box.output_kb << 10), _tail(files[2], 2000)
+        output, complained = _tail(files[1], box.output_kb << 10), _tail(files[2], 2000)
         unclear = tuple(line[1:] for line in verdicts if line[:1] == "?")
         return SandboxResult(
-            passed, outcome, said, (complained + why)[:2000], tuple(fences.split(",")) if fences else (), unclear
+            passed, outcome, output, (complained + why)[:2000], tuple(fences.split(",")) if fences else (), unclear
         )

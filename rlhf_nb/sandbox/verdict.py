@@ -91,23 +91,23 @@ def _runner(tree: ast.Module) -> str:
     return "\n".join(lines)
 
 # %% ../../nbs/sandbox/verdict.ipynb #04134edf
-def _unclear(tree: ast.AST, asked: set[str], defined: set[str]) -> str | None:
+def _unclear(tree: ast.AST, names: set[str], defined: set[str]) -> str | None:
     """What in a test can't be judged from outside the program, in words; None if all can."""
     nodes = list(ast.walk(tree))
     theirs = [n for n in nodes if isinstance(n, ast.ImportFrom) and n.module in ("solution", "__main__")]
-    asked = asked | {a.asname or a.name for n in theirs for a in n.names}
+    names = names | {a.asname or a.name for n in theirs for a in n.names}
     functions = {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.ClassDef)} & defined
     bound = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
     bound |= {n.arg for n in nodes if isinstance(n, ast.arg)}
-    functions |= {name for name in dir(builtins) if callable(getattr(builtins, name))} - asked - bound
+    functions |= {name for name in dir(builtins) if callable(getattr(builtins, name))} - names - bound
     for n in nodes:
         if isinstance(n, ast.Name) and n.id in _LATE - defined:
             return f"it looks names up while it runs (`{n.id}`), so it can't be read which are the program's"
         if isinstance(n, ast.Attribute) and n.attr == "stdin":
             return "it feeds standard input: use pairs of input and output for that"
-        if isinstance(n, ast.ExceptHandler) and n.type and _named(n.type) & asked:
+        if isinstance(n, ast.ExceptHandler) and n.type and _named(n.type) & names:
             return f"it catches an exception class of the program's (`{ast.unparse(n.type)}`); catch a built-in one"
-        why = _unclear_import(n) or _unclear_comparison(n, asked) or _unclear_call(n, asked, functions)
+        why = _unclear_import(n) or _unclear_comparison(n, names) or _unclear_call(n, names, functions)
         if why:
             return why
     return None
@@ -131,28 +131,28 @@ def _unclear_import(n: ast.AST) -> str | None:
     return f"it imports {min(strange)!r}, and the sandbox has the standard library only" if strange else None
 
 
-def _unclear_comparison(n: ast.AST, asked: set[str]) -> str | None:
+def _unclear_comparison(n: ast.AST, names: set[str]) -> str | None:
     """What can't be judged in a comparison: one between two things of the program's own."""
-    theirs = [s for s in (n.left, *n.comparators) if _named(s) & asked] if isinstance(n, ast.Compare) else []
+    theirs = [s for s in (n.left, *n.comparators) if _named(s) & names] if isinstance(n, ast.Compare) else []
     if len(theirs) < 2:
         return None
     heads = [s.func if isinstance(s, ast.Call) else s.value if isinstance(s, ast.Attribute) else None for s in theirs]
-    if any(isinstance(h, ast.Name) and h.id in asked and h.id[0].isupper() for h in heads):
+    if any(isinstance(h, ast.Name) and h.id in names and h.id[0].isupper() for h in heads):
         return f"it compares objects of the program's own class (`{ast.unparse(n)}`); compare their attributes"
-    bare = [s.id for s in theirs if isinstance(s, ast.Name) and s.id in asked]
+    bare = [s.id for s in theirs if isinstance(s, ast.Name) and s.id in names]
     return f"it compares with `{bare[0]}`, which only the program could define (`{ast.unparse(n)}`)" if bare else None
 
 
-def _unclear_call(n: ast.AST, asked: set[str], functions: set[str]) -> str | None:
+def _unclear_call(n: ast.AST, names: set[str], functions: set[str]) -> str | None:
     """What can't be judged in a call: a function handed to the program, or an answer handed to a helper of its own."""
-    if isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id in asked:
+    if isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id in names:
         for given in (*n.args, *(k.value for k in n.keywords)):
             if isinstance(given, ast.Lambda) or (isinstance(given, ast.Name) and given.id in functions):
                 return f"it hands a function or class to the program (`{ast.unparse(n)}`): plain values only"
     outer = n.value if isinstance(n, ast.Expr) else n.test if isinstance(n, ast.Assert) else None
-    if outer is not None and outer in _calls(outer, asked):
+    if outer is not None and outer in _calls(outer, names):
         name = outer.func.id  # type: ignore[attr-defined]
-        if _calls(outer, asked - {name}):
+        if _calls(outer, names - {name}):
             return (
                 f"it hands an answer to `{name}`, which the program would define: define it in the test or in `setup`"
             )
@@ -212,20 +212,20 @@ def _translated(tests: tuple[str, ...], setup: str, entry_point: str) -> tuple[t
     idle = [n.name for n in body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
     if idle and not any(map(_runs, body)):
         raise ValueError(f"a test only defines `{idle[0]}` and nothing runs it: name what it tests as `entry_point`")
-    asked = {entry_point} if entry_point else set().union(*free)
-    if wrong := set().union(*free) - asked:
+    names = {entry_point} if entry_point else set().union(*free)
+    if wrong := set().union(*free) - names:
         raise ValueError(f"a test uses `{min(wrong)}`, which nothing defines; only {entry_point!r} is the program's")
-    if not asked:
+    if not names:
         here = own - known - _LATE
         called = {c.func.id for tree, _, _ in prepared for c in _calls(tree, here)}  # type: ignore[attr-defined]
         if len(called) > 1:
             raise ValueError(
                 f"the tests call only Python's own functions ({', '.join(sorted(called))}): name an `entry_point`"
             )
-        asked = called
+        names = called
     questions = []
     for tree, used, modules in prepared:
-        if why := _unclear(tree, asked & used, known):
+        if why := _unclear(tree, names & used, known):
             raise ValueError(f"a test can't be judged: {why}")
-        questions.append(TestQuestion(_compiled(tree), tuple(sorted(asked & used)), tuple(sorted(modules))))
+        questions.append(TestQuestion(_compiled(tree), tuple(sorted(names & used)), tuple(sorted(modules))))
     return tuple(questions), _compiled(ast.parse(setup)) if setup else b""

@@ -71,9 +71,8 @@ def _checked(command: Sequence[str], output_dir: str, nodes: int, gpus: int, str
     if "--overwrite" in words:
         raise ConfigError("--overwrite in a job that may be restarted would delete its own checkpoints: leave it out.")
     words += [] if any(w.startswith("output_dir=") for w in words) else [f"output_dir={output_dir}"]
-    return words + [
-        w for w in ("--resume", "--overwrite") if w not in words
-    ]  # go on; where nothing was saved yet, begin
+    # go on; where nothing was saved yet, begin
+    return words + [w for w in ("--resume", "--overwrite") if w not in words]
 
 # %% ../../nbs/scale/cluster.ipynb #41789bac
 @cache

@@ -13,9 +13,7 @@ from ..core import ConfigError
 from ..strict import read_config_file, table_of
 from .cost import Speed, step_seconds
 from .plan import MACHINE, Plan, plan_table, plans, sent_per_step
-from rlhf_nb.scale.topology import (
-    DecoderShape, Job, cache_rows, decoder_shape, roles_of, row_tokens,
-)  # fmt: skip
+from .topology import DecoderShape, Job, cache_rows, decoder_shape, roles_of, row_tokens
 
 # %% auto #0
 __all__ = ['ELEMENTWISE', 'ATTENTION', 'READS', 'WIRE', 'DRAW', 'ADAM', 'Machine', 'named_gpu', 'speed_of', 'StepTime',

@@ -127,11 +127,8 @@ def simulate_run(
     while now < end and kept < steps:  # an attempt each
         fails, gone = now + rng.exponential(3600 * h.between / gpus), now + 3600 * h.taken * rng.exponential()
         begun = held = drawn = learnt = now + (h.restart if now else 0.0)
-        ready, origin, step = (
-            [begun],
-            kept,
-            kept,
-        )  # ready[i]: when the drawers have the weights after origin + i updates
+        # ready[i]: when the drawers have the weights after origin + i updates
+        ready, origin, step = [begun], kept, kept
         while True:
             since = max(drawn, ready[max(0, step - origin - lag)]) if drawers else learnt
             longest = min(1.0, h.mean_length * _largest(rng, answers, h.tail) * math.exp(-(h.tail**2) / 2))

@@ -107,8 +107,8 @@ class _HeadLogps(torch.autograd.Function):
                 s = slice(i, i + how.chunk)
                 if lse is not None:
                     z = F.linear(h[s].to(how.dtype), wd, bd)
-                    found = kernels.logit_stats(z, targets[s], how.factor, how.entropy, how.sum_sq)
-                    for into, numbers in zip((logps, lse, entropy, sum_sq), found):
+                    stats = kernels.logit_stats(z, targets[s], how.factor, how.entropy, how.sum_sq)
+                    for into, numbers in zip((logps, lse, entropy, sum_sq), stats):
                         if len(numbers):
                             into[s] = numbers
                     continue

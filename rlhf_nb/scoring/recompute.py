@@ -92,17 +92,17 @@ def recomputed(block: nn.Module, f: Callable[..., Any], *args: Any, **kwargs: An
 # %% ../../nbs/scoring/recompute.ipynb #a1780010
 def repeated_layers(net: nn.Module) -> list[nn.Module]:
     """The layers of a decoder: what is in its outermost lists of modules."""
-    found: dict[nn.Module, None] = {}
+    layers: dict[nn.Module, None] = {}
 
     def look(m: nn.Module, inside: bool) -> None:
         for child in m.children():
             if inside and not isinstance(child, nn.ModuleList):
-                found[child] = None
+                layers[child] = None
             else:
                 look(child, isinstance(child, nn.ModuleList))
 
     look(net, isinstance(net, nn.ModuleList))
-    return list(found)
+    return list(layers)
 
 
 @contextmanager

@@ -273,8 +273,8 @@ def completion_logps(
         return index[p.rows], p.cols, value, *read_head(head, h, p.targets, how)
 
     with half_copies(model, _rounded(c)):
-        found = _forwards(decoder, c, token_budget, share_prompts, targets, _sources, read, tied)
-    return _token_scores(found, c, entropy, value_head is not None, log_sum_sq)
+        passes = _forwards(decoder, c, token_budget, share_prompts, targets, _sources, read, tied)
+    return _token_scores(passes, c, entropy, value_head is not None, log_sum_sq)
 
 
 def _rounded(c: Completions) -> torch.dtype | None:
@@ -285,14 +285,14 @@ def _rounded(c: Completions) -> torch.dtype | None:
 
 
 def _token_scores(
-    found: list[tuple[Tensor, ...]], c: Completions, entropy: bool, values: bool, squares: bool
+    passes: list[tuple[Tensor, ...]], c: Completions, entropy: bool, values: bool, squares: bool
 ) -> TokenScores:
     """What was read of each forward pass (rows, columns, values, log-probs, entropies, log Σ p²) at its places."""
-    rows, cols, value, logps, ents, sums = (list(x) for x in zip(*found, strict=True)) if found else [[]] * 6
+    rows, cols, value, logps, ents, sums = (list(x) for x in zip(*passes, strict=True)) if passes else [[]] * 6
     scored = _place(logps, rows, cols, c.completion_ids)
     other = [
-        _place(x, rows, cols, scored) if asked else None
-        for x, asked in ((ents, entropy), (value, values), (sums, squares))
+        _place(x, rows, cols, scored) if wanted else None
+        for x, wanted in ((ents, entropy), (value, values), (sums, squares))
     ]
     return TokenScores(scored, *other)
 
@@ -369,8 +369,8 @@ def completion_values(
     def read(index: Tensor, p: Pack, h: Tensor) -> tuple[Tensor, ...]:
         return index[p.rows], p.cols, _flat(head(h))
 
-    found = _forwards(decoder, c, token_budget, share_prompts, targets, _themselves if seen else _sources, read)
-    rows, cols, values = (list(x) for x in zip(*found, strict=True)) if found else [[]] * 3
+    passes = _forwards(decoder, c, token_budget, share_prompts, targets, _themselves if seen else _sources, read)
+    rows, cols, values = (list(x) for x in zip(*passes, strict=True)) if passes else [[]] * 3
     return _place(values, rows, cols, c.completion_ids)
 
 
@@ -440,13 +440,13 @@ def completion_reads(
         return read((z if cap is None else cap * torch.tanh(z / cap)) / temperature, rows, cols)
 
     def chunks(index: Tensor, p: Pack, h: Tensor) -> list[tuple[Tensor, ...]]:
-        rows, size, found = index[p.rows], max(CHUNK_LOGITS["cpu"] // vocabulary, 64), []
+        rows, size, pieces = index[p.rows], max(CHUNK_LOGITS["cpu"] // vocabulary, 64), []
         for i in range(0, len(h), size):
             given = (h[i : i + size], rows[i : i + size], p.cols[i : i + size])
             grad = torch.is_grad_enabled() and h.requires_grad
             out = checkpoint(one, *given, use_reentrant=False) if grad else one(*given)
-            found.append((given[1], given[2], *out))
-        return found
+            pieces.append((given[1], given[2], *out))
+        return pieces
 
     budget = min(token_budget, max(4 * CHUNK_LOGITS["cpu"] // vocabulary, 1)) if whole else token_budget
     output = "logits" if whole else "last_hidden_state"
@@ -491,10 +491,10 @@ def sequence_scores(
         return index, scores if scores.numel() > len(scores) else _flat(scores)
 
     places = _ends if pooling == "last" else _everywhere
-    found = _forwards(decoder, c, token_budget, share_prompts, "all", places, read)
-    if not found:
+    passes = _forwards(decoder, c, token_budget, share_prompts, "all", places, read)
+    if not passes:
         raise DataError("the batch has no rows: there is nothing to score.")
-    order, scores = (torch.cat(x) for x in zip(*found, strict=True))
+    order, scores = (torch.cat(x) for x in zip(*passes, strict=True))
     return scores.new_zeros(scores.shape).index_put((order,), scores)
 
 # %% ../../nbs/scoring/scores.ipynb #ff1a6ad4

@@ -123,8 +123,8 @@ def pack(
     with _beside(device):
         starts = _tree_starts(c, share_prompts, width, limit)
         trees = not bool(starts.all())
-        found = _pack_trees(c, c.real, wanted, starts) if trees else pack_rows(c, c.real, wanted)
-    return found.to(device, branched=trees)
+        packed = _pack_trees(c, c.real, wanted, starts) if trees else pack_rows(c, c.real, wanted)
+    return packed.to(device, branched=trees)
 
 # %% ../../nbs/scoring/trees.ipynb #4d61a1d3
 def plan_passes(

@@ -106,17 +106,17 @@ async def _cancel_when_gone(request: Any, exchange: Exchange) -> None:
 async def answer(desk: Desk, request: Any, kind: type[Asked]) -> Any:
     """The response to a request for completions."""
     responses = package_of_serving("fastapi").responses
-    who, asked = await desk.intake.read(request, kind)
-    exchange, prompts, draws = await desk.open(asked, who)
-    model, chat = exchange.answers[0].model, isinstance(asked, ChatAsked)
-    top = getattr(asked, "top", None)
-    calls = call_form(model.tokenizer.chat_template) if isinstance(asked, ChatAsked) and asked.schemas else None
+    who, query = await desk.intake.read(request, kind)
+    exchange, prompts, draws = await desk.open(query, who)
+    model, chat = exchange.answers[0].model, isinstance(query, ChatAsked)
+    top = getattr(query, "top", None)
+    calls = call_form(model.tokenizer.chat_template) if isinstance(query, ChatAsked) and query.schemas else None
     named = model.tokenizer if top is not None else None
     form = Form(
-        exchange.id, asked.model, model.version, chat, named, calls, getattr(asked, "parallel_tool_calls", True)
+        exchange.id, query.model, model.version, chat, named, calls, getattr(query, "parallel_tool_calls", True)
     )
-    if asked.stream:
-        include = asked.stream_options is not None and asked.stream_options.include_usage
+    if query.stream:
+        include = query.stream_options is not None and query.stream_options.include_usage
         body = stream(exchange, form, include, prompts)
         exchange.watch = asyncio.ensure_future(_cancel_when_gone(request, exchange))  # also before the first piece
         return responses.StreamingResponse(
@@ -124,7 +124,7 @@ async def answer(desk: Desk, request: Any, kind: type[Asked]) -> Any:
         )
     left = asyncio.ensure_future(gone(request))
     try:
-        whole = whole_answer(desk, exchange, form, prompts, draws, asked.n)
+        whole = whole_answer(desk, exchange, form, prompts, draws, query.n)
         return responses.JSONResponse(await unless_gone(left, whole))
     finally:
         exchange.cancel()

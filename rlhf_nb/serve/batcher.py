@@ -340,12 +340,12 @@ class Batcher:
 
     def _turn(self) -> None:
         """One token for every row, and what is to be done before."""
-        while (found := self._task()) is not None:
+        while (task := self._task()) is not None:
             try:
-                found[2]()
+                task[2]()
             except Exception:  # the thread goes on with what others want
                 log.exception("a task of the models' thread failed")
-            if found[1]:
+            if task[1]:
                 break
         now = time.monotonic()
         for engine in self.engines.values():
@@ -380,8 +380,8 @@ class Batcher:
             return True
         except Exception as e:
             log.exception("answers of a model were broken off")
-            said = f"the server could not compute this answer ({type(e).__name__})."
-            engine.end(lambda _: "error", said)
+            message = f"the server could not compute this answer ({type(e).__name__})."
+            engine.end(lambda _: "error", message)
             return False
 
     def _admit(self, now: float) -> None:
@@ -392,8 +392,8 @@ class Batcher:
             self._queue = deque(x for x in self._queue if not _over(x[1], now))
         for _, ask in over:
             ask.end(str(_over(ask, now)))
-        while (found := self._next(read)) is not None:
-            name, asks = found
+        while (turn := self._next(read)) is not None:
+            name, asks = turn
             engine = self.engines[name]
             read += sum(map(len, {_text(ask) for ask in asks}))
             if not self._guarded(engine, lambda: engine.begin(asks)):  # noqa: B023

@@ -215,34 +215,34 @@ class Desk:
         """Tokens of prompts, each in a turn of its client."""
         return [await self.intake.turns.do(who, model.least(p), model.encode, p, tools or None) for p in given]
 
-    def _room(self, asked: Any, model: Model, prompt: int) -> int:
+    def _room(self, query: Any, model: Model, prompt: int) -> int:
         """Most tokens of an answer."""
         c, room = self.config, model.length - prompt
-        if asked.wants is not None and asked.wants > c.max_tokens:
+        if query.wants is not None and query.wants > c.max_tokens:
             raise Refused(
-                400, f"max_tokens is {asked.wants}, and this server writes {c.max_tokens} at most: ask for fewer."
+                400, f"max_tokens is {query.wants}, and this server writes {c.max_tokens} at most: ask for fewer."
             )
-        if room < 1 or (asked.wants is not None and asked.wants > room):
+        if room < 1 or (query.wants is not None and query.wants > room):
             raise Refused(
                 400,
-                f"the prompt has at least {prompt} tokens and the answer may have {asked.wants or 1}, but {model.name} "
+                f"the prompt has at least {prompt} tokens and the answer may have {query.wants or 1}, but {model.name} "
                 f"takes {model.length} together: shorten one of them.",
                 code="context_length_exceeded",
             )
-        return int(asked.wants or min(c.default_tokens, room))
+        return int(query.wants or min(c.default_tokens, room))
 
     def _ask(
-        self, exchange: Exchange, asked: Any, model: Model, prompts: Sequence[Sequence[int]], draws: int, most: int
+        self, exchange: Exchange, query: Any, model: Model, prompts: Sequence[Sequence[int]], draws: int, most: int
     ) -> None:
         """An ask for each answer."""
-        sampling, greedy = asked.sampling(most, model.defaults)
-        seed = secrets.randbits(62) if asked.seed is None else asked.seed
-        deadline = time.monotonic() + min(asked.timeout or self.config.timeout, self.config.timeout)
+        sampling, greedy = query.sampling(most, model.defaults)
+        seed = secrets.randbits(62) if query.seed is None else query.seed
+        deadline = time.monotonic() + min(query.timeout or self.config.timeout, self.config.timeout)
         for prompt in prompts:
             for sample in range(draws):
                 exchange.ask(
                     model, ids=prompt, sampling=sampling, eos=model.eos, greedy=greedy, seed=seed, sample=sample,
-                    stop=asked.stops(), top=asked.top or 0, deadline=deadline, owner=exchange.who,
+                    stop=query.stops(), top=query.top or 0, deadline=deadline, owner=exchange.who,
                 )  # fmt: skip
 
     def ended(self, exchange: Exchange, answer: Answer) -> None:
@@ -300,10 +300,10 @@ class Desk:
                 return
             try:
                 with torch.no_grad():
-                    found, problem = work(), None
+                    result, problem = work(), None
             except Exception as e:  # told to the client's route; the thread goes on
-                found, problem = None, e
-            loop.call_soon_threadsafe(settle, found, problem)
+                result, problem = None, e
+            loop.call_soon_threadsafe(settle, result, problem)
 
         self.site.batcher.do(task, who, tokens / READ_PER_WRITTEN)
         return await done

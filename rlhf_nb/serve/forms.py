@@ -32,39 +32,39 @@ def write_in_form(
         ask: what a client wants, its text without stops.
         decoder: knows the form.
     """
-    said: list[int] = []
+    written: list[int] = []
     mine, told = copy.copy(decoder), ""
-    mine.begun = said
+    mine.begun = written
 
     def part() -> None:
         nonlocal told
         if ask.cancelled or time.monotonic() > ask.deadline:
             return ask.tell(AnswerPiece("", (), "cancelled" if ask.cancelled else "deadline"))
         ask.begun = ask.begun or time.monotonic()
-        most = min(PART, ask.sampling.max_new_tokens - len(said))
+        most = min(PART, ask.sampling.max_new_tokens - len(written))
         how = ask.sampling.model_copy(update={"max_new_tokens": most})
-        seed = derive_seed(ask.seed, ask.sample, len(said))
+        seed = derive_seed(ask.seed, ask.sample, len(written))
         try:
-            prompts = PromptBatch.from_lists([[*ask.ids, *said]]).to(model.net.get_input_embeddings().weight.device)
+            prompts = PromptBatch.from_lists([[*ask.ids, *written]]).to(model.net.get_input_embeddings().weight.device)
             with model.lock, model.on():
                 r = mine.answer(
                     model.net, Request(prompts, how, model.tokenizer, seed, greedy=ask.greedy, eos=list(ask.eos))
                 )
                 new = r.completion_ids[0, : int(r.completion_lens[0])].tolist()
-                said.extend(new)
-                ended = said[-1] in ask.eos
-                text = str(model.tokenizer.decode(said[:-1] if ended else said))
+                written.extend(new)
+                ended = written[-1] in ask.eos
+                text = str(model.tokenizer.decode(written[:-1] if ended else written))
         except Exception as e:
             own = isinstance(e, RlhfError)
             if not own:
                 log.exception("an answer in a form was broken off")
             why = str(e) if own else f"the server could not compute this answer ({type(e).__name__})."
             return ask.tell(AnswerPiece("", (), "error", why))
-        finish = "stop" if ended else "length" if len(said) >= ask.sampling.max_new_tokens else None
+        finish = "stop" if ended else "length" if len(written) >= ask.sampling.max_new_tokens else None
         text = text if finish else text.rstrip("\ufffd")  # half of a letter waits for its other half
         piece, told = text[len(told) :], text
         ask.tell(AnswerPiece(piece, tuple(Token(i, 0.0, ()) for i in new), finish))
         if not finish:
-            later(part, PART + (len(ask.ids) + len(said)) / READ_PER_WRITTEN)
+            later(part, PART + (len(ask.ids) + len(written)) / READ_PER_WRITTEN)
 
     later(part, PART + len(ask.ids) / READ_PER_WRITTEN)

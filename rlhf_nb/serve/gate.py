@@ -45,22 +45,22 @@ def read_keys(path: str | Path) -> dict[str, bytes]:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError(f"keys: {path} can't be read ({e}). Make one: rlhf-nb serve --new-key NAME >> {path}") from e
-    found: dict[str, bytes] = {}
+    keys: dict[str, bytes] = {}
     for number, line in enumerate(lines, 1):
         words = line.split()
         if not words or words[0].startswith("#"):
             continue
-        if len(words) != 2 or not re.fullmatch("[0-9a-f]{64}", words[1]) or words[0] in found:
+        if len(words) != 2 or not re.fullmatch("[0-9a-f]{64}", words[1]) or words[0] in keys:
             raise ConfigError(
                 f"keys: line {number} of {path} is not a new name and a SHA-256 in 64 digits. A key itself doesn't "
                 "belong there: rlhf-nb serve --new-key NAME makes both."
             )
-        found[words[0]] = bytes.fromhex(words[1])
-    if not found:
+        keys[words[0]] = bytes.fromhex(words[1])
+    if not keys:
         raise ConfigError(
             f"keys: {path} holds no key, so no client could ask. Make one: rlhf-nb serve --new-key NAME >> {path}"
         )
-    return found
+    return keys
 
 # %% ../../nbs/serve/gate.ipynb #5e884009
 class Bucket:
@@ -92,10 +92,10 @@ OVER = 4  # times the places, at most, are given so that late clients get their 
 def _network(address: str) -> str:
     """An address as limits count it: of IPv6 the network, since a machine there has as many addresses as it likes."""
     try:
-        found = ipaddress.ip_address(address)
+        ip = ipaddress.ip_address(address)
     except ValueError:
         return address
-    return str(found) if found.version == 4 else str(ipaddress.ip_network((found, 64), strict=False))
+    return str(ip) if ip.version == 4 else str(ipaddress.ip_network((ip, 64), strict=False))
 
 
 def _places(places: int, mine: int, others: int) -> str:
@@ -166,16 +166,16 @@ class Gate:
         if self.keys is None:
             return f"address {_network(address)}"
         scheme, _, key = (authorization or "").partition(" ")
-        given, found = hashlib.sha256(key.strip().encode("utf-8", "replace")).digest(), ""
+        given, owner = hashlib.sha256(key.strip().encode("utf-8", "replace")).digest(), ""
         for name, known in self.keys.items():  # all of them, whichever it is
-            found = name if hmac.compare_digest(given, known) else found
-        if scheme.lower() != "bearer" or not found:
+            owner = name if hmac.compare_digest(given, known) else owner
+        if scheme.lower() != "bearer" or not owner:
             advice, headers = (
                 "no valid API key: send it as `Authorization: Bearer KEY`.",
                 {"WWW-Authenticate": "Bearer"},
             )
             raise Refused(401, advice, "authentication_error", "invalid_api_key", headers)
-        return f"key {found}"
+        return f"key {owner}"
 
     def knock(self, who: str) -> None:
         """Count a request, before anything of it is read.

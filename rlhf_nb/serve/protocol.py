@@ -82,10 +82,9 @@ _Text = Annotated[str, Field(max_length=1 << 24)]
 _Ids = Annotated[list[int], Field(max_length=MOST_COMMAS + 1, fail_fast=True)]
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(BaseModel, extra="forbid", strict=True, frozen=True):
     """How an answer is streamed."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     include_usage: bool = False
     include_obfuscation: bool = False
 
@@ -139,70 +138,63 @@ class Asked(BaseModel):
             tokens: most of an answer.
             defaults: of the model, where the request says nothing.
         """
-        said = {k: getattr(self, k) for k in ("temperature", "top_p", "top_k", "min_p")}
-        how = {**defaults, **{k: v for k, v in said.items() if v is not None}}
+        own = {k: getattr(self, k) for k in ("temperature", "top_p", "top_k", "min_p")}
+        how = {**defaults, **{k: v for k, v in own.items() if v is not None}}
         if how.get("temperature") == 0:
             return SamplingConfig(max_new_tokens=tokens), True
         return SamplingConfig(max_new_tokens=tokens, **how), False
 
 
-class _Part(BaseModel):
+class _Part(BaseModel, extra="forbid", strict=True, frozen=True):
     """A part of a message."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     type: Literal["text"]
     text: _Text
 
 
-class _Called(BaseModel):
+class _Called(BaseModel, extra="forbid", strict=True, frozen=True):
     """What a call of a tool says."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     name: str = Field(max_length=256)
     arguments: _Text
 
 # %% ../../nbs/serve/protocol.ipynb #3d1259cc
-class _Call(BaseModel):
+class _Call(BaseModel, extra="forbid", strict=True, frozen=True):
     """A call of a tool in an earlier answer."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     id: str | None = Field(None, max_length=256)
     type: Literal["function"] = "function"
     function: _Called
 
 
-class _Described(BaseModel):
+class _Described(BaseModel, extra="forbid", strict=True, frozen=True):
     """What a tool does; parameters are a JSON schema."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     name: str = Field(max_length=256, pattern=r"^[\w.-]+$")
     description: str | None = Field(None, max_length=1 << 16)
     parameters: dict[str, Any] = {}
     strict: bool | None = None
 
 
-class _Tool(BaseModel):
+class _Tool(BaseModel, extra="forbid", strict=True, frozen=True):
     """A function that the model may call."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     type: Literal["function"]
     function: _Described
 
 
-class _Named(BaseModel):
+class _Named(BaseModel, extra="forbid", strict=True, frozen=True, populate_by_name=True):
     """A JSON schema with a name, as OpenAI's clients send it."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, populate_by_name=True)
     name: str = Field("answer", max_length=256)
     description: str | None = Field(None, max_length=1 << 16)
     schema_: dict[str, Any] = Field({"type": "object"}, alias="schema")
     strict: bool | None = None
 
 
-class _Form(BaseModel):
+class _Form(BaseModel, extra="forbid", strict=True, frozen=True):
     """What an answer must look like."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     type: Literal["text", "json_object", "json_schema"]
     json_schema: _Named | None = None
 
@@ -223,10 +215,9 @@ class _Form(BaseModel):
         return {"type": "object"} if self.json_schema is None else self.json_schema.schema_
 
 
-class _Said(BaseModel):
+class _Said(BaseModel, extra="forbid", strict=True, frozen=True):
     """A message."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: _Text | Annotated[list[_Part], Field(max_length=100, fail_fast=True)] = ""
     tool_calls: Annotated[list[_Call], Field(max_length=MOST_TOOLS, fail_fast=True)] = []
@@ -251,12 +242,12 @@ class _Said(BaseModel):
     def message(self) -> Message:
         """As templates take it."""
         text = self.content if isinstance(self.content, str) else "".join(p.text for p in self.content)
-        said: Message = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        turn: Message = {"role": "system" if self.role == "developer" else self.role, "content": text}
         if self.role == "tool":
-            said |= {k: v for k in ("tool_call_id", "name") if (v := getattr(self, k)) is not None}
+            turn |= {k: v for k in ("tool_call_id", "name") if (v := getattr(self, k)) is not None}
         if self.tool_calls:
-            said["tool_calls"] = [c.model_dump(exclude_none=True) for c in self.tool_calls]
-        return check_messages([said])[0]
+            turn["tool_calls"] = [c.model_dump(exclude_none=True) for c in self.tool_calls]
+        return check_messages([turn])[0]
 
 # %% ../../nbs/serve/protocol.ipynb #8395e66b
 class ChatAsked(Asked):
@@ -281,8 +272,8 @@ class ChatAsked(Asked):
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs=true.")
         if self.form is not None:
-            asked = {"tools": self.schemas, "stop": self.stop, "logprobs": self.logprobs}
-            if more := ", ".join(k for k, v in asked.items() if v):
+            unfit = {"tools": self.schemas, "stop": self.stop, "logprobs": self.logprobs}
+            if more := ", ".join(k for k, v in unfit.items() if v):
                 raise ValueError(
                     f"response_format says what the whole answer is, and {more} would change that: leave one out."
                 )
@@ -461,11 +452,11 @@ class Form:
         """All answers, each its text, tokens and how it ended."""
         choices: list[dict[str, Any]] = []
         for i, (text, tokens, finish) in enumerate(answers):
-            said: dict[str, Any] = {"text": text}
+            choice: dict[str, Any] = {"text": text}
             if self.chat:
                 delta, finish = self.spoken(text, finish)
-                said = {"message": {"role": "assistant", "content": None, "refusal": None, **delta}}
-            choices.append({"index": i, **said, "finish_reason": finish, "logprobs": self._logprobs(tokens)})
+                choice = {"message": {"role": "assistant", "content": None, "refusal": None, **delta}}
+            choices.append({"index": i, **choice, "finish_reason": finish, "logprobs": self._logprobs(tokens)})
         return {
             **self.head,
             "object": "chat.completion" if self.chat else "text_completion",
@@ -475,13 +466,13 @@ class Form:
 
     def spoken(self, text: str, finish: str) -> tuple[dict[str, Any], str]:
         """What an answer says: its words, or its calls and the words before them; and how it ended."""
-        found = parse_calls(text, self.calls)[0] if self.calls else []
-        if not found:
+        parsed = parse_calls(text, self.calls)[0] if self.calls else []
+        if not parsed:
             return {"content": text}, finish
         calls = [
             {"id": f"call_{secrets.token_hex(12)}", "type": "function",
              "function": {"name": c.name, "arguments": json.dumps(c.arguments, ensure_ascii=False)}}
-            for c in found[: None if self.parallel else 1]
+            for c in parsed[: None if self.parallel else 1]
         ]  # fmt: skip
         before = (
             re.split(r"<tool_call>|<\|python_tag\|>|\{", text, maxsplit=1)[0]
@@ -510,9 +501,9 @@ class Form:
             return self._chunk([{"index": index, "delta": delta, "finish_reason": finish, "logprobs": None}])
         offset = self.offsets.get(index, 0)
         self.offsets[index] = offset + len(piece.text)
-        said = {"delta": {"content": piece.text} if piece.text else {}} if self.chat else {"text": piece.text}
+        part = {"delta": {"content": piece.text} if piece.text else {}} if self.chat else {"text": piece.text}
         logprobs = self._logprobs(piece.tokens, offset) if piece.tokens else None
-        return self._chunk([{"index": index, **said, "finish_reason": piece.finish, "logprobs": logprobs}])
+        return self._chunk([{"index": index, **part, "finish_reason": piece.finish, "logprobs": logprobs}])
 
     def end(self, used: dict[str, int]) -> dict[str, Any]:
         """The last chunk, if usage was asked for."""

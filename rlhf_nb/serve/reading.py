@@ -12,7 +12,7 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from ..data.templates import encode_continuations
 from ..scoring.head import split_head
@@ -27,20 +27,18 @@ from .site import Model
 __all__ = ['ScoreAsked', 'EmbeddingsAsked', 'log_probs', 'reward_of', 'embedding', 'reading_routes']
 
 # %% ../../nbs/serve/reading.ipynb #e03c9e05
-class ScoreAsked(BaseModel):
+class ScoreAsked(BaseModel, extra="forbid", strict=True, frozen=True):
     """A request for `/v1/score`."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     model: str = Field(max_length=200)
     prompt: _Text | Annotated[list[_Said], Field(min_length=1, max_length=1000, fail_fast=True)]
     answers: list[_Text] = Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)
     user: str | None = Field(None, max_length=256)
 
 
-class EmbeddingsAsked(BaseModel):
+class EmbeddingsAsked(BaseModel, extra="forbid", strict=True, frozen=True):
     """A request for `/v1/embeddings`."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     model: str = Field(max_length=200)
     input: (
         _Text
@@ -100,21 +98,21 @@ def embedding(model: Model, ids: list[int]) -> list[float]:
     return [float(x) for x in mean / mean.norm().clamp(min=1e-12)]
 
 # %% ../../nbs/serve/reading.ipynb #e03c9e09
-async def _scored_answer(desk: Desk, asked: ScoreAsked, model: Model, who: str) -> dict[str, Any]:
+async def _scored_answer(desk: Desk, query: ScoreAsked, model: Model, who: str) -> dict[str, Any]:
     """The response to a request for `/v1/score`."""
-    given = asked.prompt if isinstance(asked.prompt, str) else [m.message() for m in asked.prompt]
-    least = max(model.least(a) for a in asked.answers) + model.least(given)
+    given = query.prompt if isinstance(query.prompt, str) else [m.message() for m in query.prompt]
+    least = max(model.least(a) for a in query.answers) + model.least(given)
     _fit(model, least)
-    guess = len(asked.answers) * model.least(given) + sum(map(model.least, asked.answers))  # it is read for each
+    guess = len(query.answers) * model.least(given) + sum(map(model.least, query.answers))  # it is read for each
     desk.gate.charge(who, guess)
     prompt = await desk.intake.turns.do(who, model.least(given), model.encode, given)
 
     def continued() -> list[list[int]]:
         with model.lock:
-            return encode_continuations(model.tokenizer, asked.answers)
+            return encode_continuations(model.tokenizer, query.answers)
 
     data, tokens = [], 0
-    answers = await desk.intake.turns.do(who, sum(map(len, asked.answers)), continued)
+    answers = await desk.intake.turns.do(who, sum(map(len, query.answers)), continued)
     desk.gate.fine(who, len(answers) * len(prompt) + sum(map(len, answers)) - guess)
     _fit(model, len(prompt) + max(map(len, answers)))
     for i, answer in enumerate(answers):
@@ -129,9 +127,9 @@ async def _scored_answer(desk: Desk, asked: ScoreAsked, model: Model, who: str) 
     return {"object": "list", "data": data, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
 
 
-async def _embeddings(desk: Desk, asked: EmbeddingsAsked, model: Model, who: str) -> dict[str, Any]:
+async def _embeddings(desk: Desk, query: EmbeddingsAsked, model: Model, who: str) -> dict[str, Any]:
     """The response to a request for `/v1/embeddings`."""
-    texts, data, tokens = asked.texts, [], 0
+    texts, data, tokens = query.texts, [], 0
     _fit(model, max(map(model.least, texts)))
     desk.gate.charge(who, sum(map(model.least, texts)))
     for i, text in enumerate(texts):
@@ -139,7 +137,7 @@ async def _embeddings(desk: Desk, asked: EmbeddingsAsked, model: Model, who: str
         desk.gate.fine(who, len(ids) - model.least(text))
         _fit(model, len(ids))
         vector: Any = _finite(await desk.read(who, len(ids), lambda x=ids: embedding(model, x)))  # type: ignore[misc]
-        if asked.encoding_format == "base64":
+        if query.encoding_format == "base64":
             vector = base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
         data.append({"object": "embedding", "index": i, "embedding": vector})
         tokens += len(ids)
@@ -157,12 +155,12 @@ def reading_routes(desk: Desk) -> list[tuple[str, Callable[[Any], Any]]]:
     def route(kind: type[BaseModel], reply: Callable[..., Any]) -> Callable[[Any], Any]:
         async def call(request: Any) -> Any:
             who, read = await desk.intake.read(request, kind)
-            asked: Any = read
-            model = desk.choose(asked, who)
+            query: Any = read
+            model = desk.choose(query, who)
             ticket, left = desk.gate.admit(who, 1), asyncio.ensure_future(gone(request))
             try:
-                found = await unless_gone(left, reply(desk, asked, model, who))
-                return package_of_serving("fastapi").responses.JSONResponse({**found, "model": asked.model})
+                answer = await unless_gone(left, reply(desk, query, model, who))
+                return package_of_serving("fastapi").responses.JSONResponse({**answer, "model": query.model})
             finally:
                 ticket.back()
                 left.cancel()

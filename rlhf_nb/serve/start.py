@@ -64,10 +64,10 @@ def read_settings(
         ConfigError: a sentence a setting.
     """
     base = ServeConfig.load(config, [], "default") if config else ServeConfig()
-    said: dict[str, Any] = {k: v for k, v in typed.items() if v is not None and v is not False and v != {}}
+    options: dict[str, Any] = {k: v for k, v in typed.items() if v is not None and v is not False and v != {}}
     from rlhf_nb.config import merge, parse_overrides
 
-    over = merge(said, parse_overrides(words or []))
+    over = merge(options, parse_overrides(words or []))
     named = named_places(models, "model")
     for name in named.keys() & ServeConfig.model_fields.keys():
         raise ConfigError(

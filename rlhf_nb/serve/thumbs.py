@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from ..core import DataError, RunError
 from ..feedback.store import Feedback, FeedbackStore
@@ -23,18 +23,16 @@ _Text = Annotated[str, Field(max_length=50_000)]
 _Name = Annotated[str, Field(max_length=200)]
 
 
-class PromptTurn(BaseModel):
+class PromptTurn(BaseModel, extra="forbid", strict=True):
     """A message of a prompt."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     role: str = Field(max_length=20)
     content: str = Field(max_length=50_000)
 
 
-class FeedbackRequest(BaseModel):
+class FeedbackRequest(BaseModel, extra="forbid", strict=True):
     """A request to /v1/feedback."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     rating: Literal["up", "down"] | None = None
     choice: Literal["first", "second", "tie", "both_bad", "skip"] | None = None
     prompt: _Text | Annotated[list[PromptTurn], Field(max_length=1000, fail_fast=True)] | None = None
@@ -91,10 +89,10 @@ def feedback_router(path: Any, intake: Intake | None = None, most: int = MAX_BOD
     way, store, router = intake or Intake(Gate(ServeConfig())), FeedbackStore(path), web.APIRouter()
 
     async def feedback(request: Any) -> Any:
-        who, said = await way.read(request, FeedbackRequest, most)
-        way.gate.charge(who, len(said.model_dump_json()) // 4)  # what is kept counts like a prompt of its length
+        who, body = await way.read(request, FeedbackRequest, most)
+        way.gate.charge(who, len(body.model_dump_json()) // 4)  # what is kept counts like a prompt of its length
         try:
-            kept = await way.turns.do(who, 1024.0, store.add, said.user, said.feedback(), who)
+            kept = await way.turns.do(who, 1024.0, store.add, body.user, body.feedback(), who)
         except DataError as e:
             raise Refused(400, str(e)) from e
         except RunError as e:

@@ -12,7 +12,6 @@ from ..judges.judge import among_siblings, as_duel
 from ..losses.preference import PairLogps, preference_loss
 from ..scoring.trees import plan_trees
 from ..models.reference import MovingReference
-from .nash import NashMD
 from .online import OnlineMethod, OnlineTrainer
 from .pairs import OnlineDPOConfig, PairMethod
 from .registry import register
@@ -96,17 +95,18 @@ class OnlineDPO(PairMethod):
     about="Improve a model by DPO on pairs of its own answers, which a reward or a judge labels.",
 )  # fmt: skip
 class OnlineDPOTrainer(OnlineTrainer[OnlineDPOConfig]):
-    """Online DPO, or Nash-MD with loss="nash_md", ready to `fit()`; arguments as in `OnlineTrainer`.
+    """Online DPO, ready to `fit()`; arguments as in `OnlineTrainer`.
 
     The reward may be a judge.
     """
 
+    method_class = OnlineDPO
+
     def make_method(
         self, config: OnlineDPOConfig, model: Any, tokenizer: Any, rows: list[Row], **parts: Any
     ) -> OnlineMethod:
-        """The method that `config.loss` names."""
+        """The method; where the reference moves, it is made here."""
         if config.sync_every and parts["reference"] is None:
             parts["reference"] = MovingReference(model, config.sync_every, 1.0)
-        self.method_class = NashMD if config.loss == "nash_md" else OnlineDPO
         compared = as_duel if config.num_generations == 2 else among_siblings
         return super().make_method(config, model, tokenizer, rows, **parts | {"reward": compared(parts["reward"])})

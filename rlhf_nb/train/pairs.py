@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
+from ..aliases import elsewhere
 from ..config import PathText, option
 from ..core import ConfigError
 from ..losses.preference import check_losses
 from ..rollout.backends import sampling_metrics
-from ..rollout.mixture import sample_mixture
 from ..rollout.service import StepTicket
 from .online import OnlineMethod, shuffled
 from .online_config import KLBudget, OnlineConfig, online_presets
@@ -32,13 +32,9 @@ class OnlineDPOConfig(KLBudget, OnlineConfig):
     num_generations: int = option(
         2, "answers to each prompt; of more than two the best and the worst are the pair", ge=2
     )
-    loss: str = option("sigmoid", "any loss for pairs that looks at them one by one; or nash_md")
+    loss: str = option("sigmoid", "any loss for pairs that looks at them one by one")
     beta: float | None = option(None, "price of leaving the reference; null: the loss's own", gt=0)
-    opponent: Literal["policy", "reference", "mixture"] = Field(
-        default_factory=lambda data: "mixture" if data.get("loss") == "nash_md" else "policy",
-        description="who writes the second answer (null: the policy; with nash_md the mixture)",
-    )
-    mixture: float = option(0.125, "share of the reference in the mixture", ge=0, le=1)
+    opponent: Literal["policy", "reference"] = option("policy", "who writes the second answer")
     sync_every: int | None = option(
         None, "steps after which the policy becomes the reference (1: iterative DPO); null: never", ge=1
     )
@@ -47,24 +43,21 @@ class OnlineDPOConfig(KLBudget, OnlineConfig):
     @model_validator(mode="after")
     def _fits(self) -> OnlineDPOConfig:
         """The loss is known and pairwise; the bonus has a model to leave."""
-        if self.xpo_alpha and (self.opponent != "reference" or self.loss == "nash_md"):
-            raise ValueError(
-                f"xpo_alpha moves away from the reference's answers, but loss is {self.loss!r} and opponent is "
-                f"{self.opponent!r}: use a loss for pairs, and opponent=reference."
-            )
+        if self.xpo_alpha and self.opponent != "reference":
+            raise ValueError("xpo_alpha moves away from the reference's answers: set opponent=reference.")
         if self.sync_every and self.model.lora is not None:
             raise ValueError(
                 "sync_every moves the reference, but with LoRA it is the base model, which stays. Leave one of them "
                 "out."
             )
-        if self.num_generations > 2 and (self.opponent != "policy" or self.loss == "nash_md"):
+        if self.num_generations > 2 and self.opponent != "policy":
             raise ValueError(
                 f"num_generations is {self.num_generations}: the best and the worst of the policy's own answers are "
                 f"compared, but opponent is {self.opponent!r}, who writes one answer to one of the policy's. Use "
-                "num_generations=2, or opponent=policy with a loss for pairs."
+                "num_generations=2, or opponent=policy."
             )
-        if self.loss == "nash_md":
-            return self
+        if gone := elsewhere(f"loss {self.loss}"):
+            raise ValueError(f"loss={self.loss}: {gone}")
         try:
             entry = check_losses({self.loss: 1.0}, self.beta)[self.loss]
         except ConfigError as e:
@@ -80,20 +73,12 @@ class PairMethod(OnlineMethod):
     keeps_reference = True
     config: OnlineDPOConfig
 
-    def __init__(self, *args: Any, **others: Any) -> None:
-        super().__init__(*args, **others)
-        if self.episodes is not None and self.config.opponent == "mixture":
-            raise ConfigError(
-                "opponent is 'mixture', which draws whole answers of one turn, and an environment or tools make "
-                "several: use opponent=policy or reference."
-            )
-
     @property
     def imitates(self) -> bool:  # type: ignore[override]
         """Of two answers of any origin the better one is preferred;
         an opponent's answers must be the opponent's own.
         """
-        return self.config.opponent == "policy" and self.config.loss != "nash_md"
+        return self.config.opponent == "policy"
 
     @property
     def draws_besides(self) -> str:  # type: ignore[override]
@@ -109,12 +94,8 @@ class PairMethod(OnlineMethod):
             return super().rollout(prompts, step, again)
         assert self.reference is not None
         own = self.answers(prompts, step, num_samples=1)
-        if cfg.opponent == "mixture":
-            draw: dict[str, Any] = {"tokenizer": self.tokenizer, "seed": cfg.seed + 1, "step": step}
-            other = sample_mixture(self.model, self.reference, cfg.mixture, prompts, cfg.sampling, **draw)
-        else:
-            with self.reference.speaking():
-                other = self.answers(prompts, step, self.reference.model, num_samples=1, seed=cfg.seed + 1)
+        with self.reference.speaking():
+            other = self.answers(prompts, step, self.reference.model, num_samples=1, seed=cfg.seed + 1)
         if own.rollout_logps is None:  # who knows no log-probs: both are scored
             other.rollout_logps = None
         n = len(own)

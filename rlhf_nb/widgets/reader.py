@@ -26,11 +26,10 @@ from ..untrusted import MAX_DEPTH, Unreadable, json_value
 from .imported import MAX_IMPORT, log_files, read_import
 
 Floats = npt.NDArray[np.float64]
-Keys = npt.NDArray[np.int64]
 
 # %% auto #0
-__all__ = ['Floats', 'Keys', 'MOST_DRAWN', 'Series', 'parse_lines', 'columns', 'columns_at_once', 'Status', 'spell_seconds',
-           'Tail', 'SampleIndex', 'RunReader', 'open_runs']
+__all__ = ['Floats', 'MOST_DRAWN', 'Series', 'parse_lines', 'columns', 'columns_at_once', 'Status', 'spell_seconds', 'Tail',
+           'SampleIndex', 'RunReader', 'open_runs']
 
 # %% ../../nbs/widgets/reader.ipynb #dbf649bd
 MOST_DRAWN = 1e100  # beyond are NaN, infinity, and numbers whose squares and differences overflow
@@ -78,7 +77,7 @@ class Series:
             s, v = s[order], v[order]
             starts = np.sort(starts)
         keys, new = starts.astype(np.int64) // self.width, s.astype(np.int64)  # whole numbers divide faster
-        while _distinct(keys) > self.limit // 2:
+        while np.count_nonzero(np.diff(keys)) >= self.limit // 2:  # changes: one fewer than different keys
             self.width, keys = 2 * self.width, keys >> 1
         now = _join(np.stack([s, v, s, v, v, np.ones_like(v)]), new // self.width)
         rows = np.concatenate([self._rows, now], axis=1)
@@ -107,12 +106,7 @@ class Series:
         return (r[0] + r[2]) / 2, r[4] / np.maximum(r[5], 1)
 
 # %% ../../nbs/widgets/reader.ipynb #71108f32
-def _distinct(keys: Keys) -> int:
-    """How many different keys an ordered array has."""
-    return int(np.count_nonzero(keys[1:] != keys[:-1])) + min(1, len(keys))
-
-
-def _join(rows: Floats, keys: Keys) -> Floats:
+def _join(rows: Floats, keys: npt.NDArray[np.int64]) -> Floats:
     """Rows (as columns) of the same key become one; keys are in order."""
     n = rows.shape[1]
     starts = np.flatnonzero(np.r_[True, keys[1:] != keys[:-1]]) if n else np.zeros(0, dtype=np.int64)
@@ -269,14 +263,14 @@ class Tail:
         self.path, self.chunk = path, chunk
         self.offset, self.inode, self.mark, self.zeros = 0, 0, b"", 0
 
-    def rewind(self) -> None:
-        """Read from the file's beginning the next time."""
-        self.offset, self.inode, self.mark = 0, 0, b""
-
     def replaced(self) -> bool:
-        """Whether what has been read is no longer what the file begins with."""
-        if not self.offset:
-            return False
+        """Whether what has been read is no longer what the file begins with; it is read anew then."""
+        if cut := self.offset > 0 and self._cut():
+            self.offset, self.inode, self.mark = 0, 0, b""
+        return cut
+
+    def _cut(self) -> bool:
+        """Whether the file became shorter, or another one."""
         try:
             stat = os.stat(self.path)
         except OSError:
@@ -349,13 +343,13 @@ class SampleIndex:
         """Take in new lines; True when there were any, or when the file was cut."""
         grew = self._tail.replaced()
         if grew:
-            self._tail.rewind()
             self._starts, self._steps = array("q"), array("q")
         for block in self._tail.blocks():
             begin, at, grew = self._tail.offset - len(block), 0, True
             while at < len(block):
                 self._starts.append(begin + at)
-                self._steps.append(_step_in(block, at))
+                found = _STEP.search(block, at, at + 200)  # the step, without parsing the text
+                self._steps.append(int(found[1]) if found else -1)
                 at = block.index(b"\n", at) + 1
         return grew
 
@@ -383,12 +377,6 @@ class SampleIndex:
         except OSError:  # the folder went away
             return []
         return [_revived(row) for row in rows]
-
-
-def _step_in(block: bytes, at: int) -> int:
-    """The step of the line that begins at `at`, without parsing its text; -1 when it has none."""
-    found = _STEP.search(block, at, at + 200)
-    return int(found[1]) if found else -1
 
 
 _STEP = re.compile(rb'"step": ?(\d{1,15})\b')
@@ -451,7 +439,6 @@ class RunReader:
             return self._import(others, MAX_IMPORT)
         cut = self._tail.replaced()
         if cut:
-            self._tail.rewind()
             self.generation += 1
             self._clear()
         first, grew = self._tail.offset == 0, False

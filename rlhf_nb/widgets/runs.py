@@ -338,10 +338,8 @@ class RunComparison:
             still: HTML that is seen where scripts are off.
             answers: as of `data`.
         """
-        more = {
-            "line": "",
-            "moments": answers_at_steps(self.readers),
-        }  # it may be sent to others: no path of this machine
+        # it may be sent to others: no path of this machine
+        more = {"line": "", "moments": answers_at_steps(self.readers)}
         told = inert_json(self.data(answers=answers) | more)
         data = f'<script type="application/json">{told}</script>'
         return f'<div class="rc-compare"><div class="rc-still">{still}</div>{data}</div>'
