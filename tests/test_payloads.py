@@ -207,7 +207,7 @@ def test_no_payload_runs_in_chromium(tmp_path: Path) -> None:
                 "a payload that isn't escaped must run, or this test can't fail"
             )
             asked.clear()
-            view.goto(file.as_uri())
+            view.goto(file.as_uri(), timeout=150_000)  # a page of all views is long
             for name in ("mouseover", "focus", "toggle", "click"):
                 view.evaluate(f"document.querySelectorAll('*').forEach(e => e.dispatchEvent(new Event('{name}')))")
             assert view.evaluate("window.hit || 0") == 0
