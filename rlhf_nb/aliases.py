@@ -94,9 +94,9 @@ def _weights_format(value: Any) -> dict[str, Any] | None:
 
 def _trackers(value: Any) -> dict[str, Any]:
     """`report_to` as a list; "all" are those that are installed."""
-    found = [value] if isinstance(value, str) else list(value or [])
+    names = [value] if isinstance(value, str) else list(value or [])
     known = ("tensorboard", "wandb", "trackio", "mlflow", "comet_ml", "aim", "clearml", "dvclive", "swanlab")
-    return {"trackers": [t for t in (filter(find_spec, known) if "all" in found else found) if t != "none"]}
+    return {"trackers": [t for t in (filter(find_spec, known) if "all" in names else names) if t != "none"]}
 
 
 _LOADED = {"dtype", "torch_dtype", "attn_implementation", "revision", "trust_remote_code"}
@@ -185,29 +185,29 @@ def _keys() -> dict[str, set[str]]:
 
 def of_others(key: str) -> str:
     """What a setting of other methods is, in one sentence; "" for a word that is none."""
-    found = [name for name, keys in _keys().items() if key in keys]
-    return f"It is a setting of {', '.join(found)}; this one has none of that name." if found else ""
+    methods = [name for name, keys in _keys().items() if key in keys]
+    return f"It is a setting of {', '.join(methods)}; this one has none of that name." if methods else ""
 
 # %% ../nbs/aliases.ipynb #f3ab4b26
 def _settings(key: str, value: Any, has: Callable[[str], bool]) -> dict[str, Any] | None:
     """The settings that a foreign key and its value stand for, by dotted name;
     None where it stands for none of this config's.
     """
-    found: dict[str, Any] | None = None
+    settings: dict[str, Any] | None = None
     if key in trl_words("same"):
         plain = value is None or isinstance(value, str | int | float)
-        found = {trl_words("same")[key]: _VALUES.get((key, value), value) if plain else value}
+        settings = {trl_words("same")[key]: _VALUES.get((key, value), value) if plain else value}
     elif key in BY_METHOD:
-        found = next((what(value) for theirs, what in BY_METHOD[key] if has(theirs)), None)
+        settings = next((what(value) for theirs, what in BY_METHOD[key] if has(theirs)), None)
     elif key in CONVERTED:
-        found = CONVERTED[key](value)
+        settings = CONVERTED[key](value)
     needless = any(type(value) is type(x) and value == x for x in trl_words("needless").get(key, ()))
-    if found is None and (needless or key in trl_words("free") or key.startswith(("vllm_", "dataloader_"))):
-        found = {}
-    if found is None or all(map(has, found)):
-        return found
+    if settings is None and (needless or key in trl_words("free") or key.startswith(("vllm_", "dataloader_"))):
+        settings = {}
+    if settings is None or all(map(has, settings)):
+        return settings
     # the words of a group itself: ModelConfig(model_name_or_path=...)
-    inside = {k.partition(".")[2]: v for k, v in found.items()}
+    inside = {k.partition(".")[2]: v for k, v in settings.items()}
     return inside if all(inside) and all(map(has, inside)) else None
 
 
@@ -218,24 +218,24 @@ def _whole(value: Any) -> bool:
 
 def _rows(data: Mapping[str, Any], has: Callable[[str], bool], default: Callable[[str], Any]) -> dict[str, Any]:
     """Rows of a forward, of an optimizer step and of a collect, over all devices, from TRL's words for them."""
-    said = {k: v for k in BATCHES if (v := data.get(k)) is not None and not has(k)}
-    if not said or not has("mini_batch_size") or not all(map(_whole, said.values())):
+    sizes = {k: v for k in BATCHES if (v := data.get(k)) is not None and not has(k)}
+    if not sizes or not has("mini_batch_size") or not all(map(_whole, sizes.values())):
         return {}
     devices, out = int(os.environ.get("WORLD_SIZE", "1")), dict[str, Any]()
-    if said.keys() - {"total_episodes", "num_mini_batches"}:
-        rows = said.get(BATCHES[0], 8) * (int(data.get("num_generations", 2)) if has("opponent") else 1)
-        out = {"micro_batch_size": rows, "mini_batch_size": rows * said.get(BATCHES[1], 1) * devices}
+    if sizes.keys() - {"total_episodes", "num_mini_batches"}:
+        rows = sizes.get(BATCHES[0], 8) * (int(data.get("num_generations", 2)) if has("opponent") else 1)
+        out = {"micro_batch_size": rows, "mini_batch_size": rows * sizes.get(BATCHES[1], 1) * devices}
     mini = out.get("mini_batch_size", data.get("mini_batch_size", default("mini_batch_size")))
-    drawn = mini * said["num_mini_batches"] if "num_mini_batches" in said else mini if out else None
-    if has("sampling") and not has("critic") and (steps := said.get("steps_per_generation")):
+    drawn = mini * sizes["num_mini_batches"] if "num_mini_batches" in sizes else mini if out else None
+    if has("sampling") and not has("critic") and (steps := sizes.get("steps_per_generation")):
         drawn = out["micro_batch_size"] * devices * steps
-    drawn = said.get("generation_batch_size", drawn)
-    named = {"num_mini_batches", "steps_per_generation", "generation_batch_size"} & said.keys()
+    drawn = sizes.get("generation_batch_size", drawn)
+    named = {"num_mini_batches", "steps_per_generation", "generation_batch_size"} & sizes.keys()
     if has("sampling") and drawn is not None and (named or "rollout_batch_size" not in data):
         out["rollout_batch_size"] = max(drawn, mini)  # where a step learns from several draws, they are one here
-    if "total_episodes" in said and has("steps"):
+    if "total_episodes" in sizes and has("steps"):
         rollout = out.get("rollout_batch_size", data.get("rollout_batch_size", default("rollout_batch_size")))
-        out["steps"] = math.ceil(said["total_episodes"] / rollout)
+        out["steps"] = math.ceil(sizes["total_episodes"] / rollout)
     return out
 
 
@@ -320,8 +320,8 @@ def _tell(became: Mapping[str, Mapping[str, Any]], given: Mapping[str, Any]) -> 
     parts = []
     for word, ours in became.items():
         here = elsewhere(word).partition(": here ")[2].rstrip(".") or "as it is here anyway"
-        said = f"{word}={given[word]!r}" if word in given else word
-        parts.append(said + (f" → {', '.join(f'{k}={v!r}' for k, v in ours.items())}" if ours else f": {here}"))
+        shown = f"{word}={given[word]!r}" if word in given else word
+        parts.append(shown + (f" → {', '.join(f'{k}={v!r}' for k, v in ours.items())}" if ours else f": {here}"))
     warnings.warn("TRL's words: " + "; ".join(parts) + ".", TrlNote, stacklevel=5)
 
 # %% ../nbs/aliases.ipynb #43ad3891
@@ -338,9 +338,9 @@ def translate(
     Raises:
         ConfigError: a setting is given under two names.
     """
-    asked = moved(data)
-    foreign = any(k not in trl_words("same") and isinstance(k, str) and not has(k) for k in asked)
-    data = _joined(asked) if foreign else asked
+    typed = moved(data)
+    foreign = any(k not in trl_words("same") and isinstance(k, str) and not has(k) for k in typed)
+    data = _joined(typed) if foreign else typed
     rows, out = _rows(data, has, default), dict(data)
     became = dict[str, Mapping[str, Any]]()
     if rows:
@@ -354,16 +354,16 @@ def translate(
     updates = _updates(data, rows, has)
     counted = {k: math.ceil(out[k] / updates) for k in UPDATES if _whole(out.get(k)) and not has(k)}
     data = out = out | counted if updates > 1 else out
-    said: dict[str, str] = {}  # who said what a setting is
+    sources: dict[str, str] = {}  # who said what a setting is
     words = [k for k in data if isinstance(k, str) and not has(k)]
     out = dict(data)
     for key in sorted(words, key=lambda k: k not in CONVERTED):  # epsilon_high wins over epsilon, which is both
-        found = _settings(key, data[key], has)
-        if found is None:
+        settings = _settings(key, data[key], has)
+        if settings is None:
             continue
-        became[key] = found
+        became[key] = settings
         del out[key]
-        for ours, value in found.items():
+        for ours, value in settings.items():
             group, (*above, last) = out, ours.split(".")
             given: Any = data
             for part in above:
@@ -373,13 +373,13 @@ def translate(
                 raise ConfigError(
                     f"{key} is {data[key]!r} and {ours} is {given[last]!r}, two names of one setting: leave one out."
                 )
-            other = said.setdefault(ours, key)
+            other = sources.setdefault(ours, key)
             if other != key and group.get(last) != value and key in CONVERTED and not ours.startswith("clip_eps"):
                 raise ConfigError(
                     f"{other} is {data[other]!r} and {key} {data[key]!r}, both {ours} here: leave one out."
                 )
             group[last] = value
-    _tell(became, asked)
+    _tell(became, typed)
     return out
 
 

@@ -82,6 +82,6 @@ def as_settings(has: Callable[[str], bool], own: Sequence[str], words: Sequence[
             values.append(rest.pop(0))
         if not equals and not off and not values and rest and re.fullmatch(r"-[0-9.][-+.0-9e]*", rest[0]):
             values.append(rest.pop(0))
-        said = f"[{', '.join(values)}]" if len(values) > 1 else values[0] if values else "false" if off else "true"
-        out.append(f"{key}={said}")
+        text = f"[{', '.join(values)}]" if len(values) > 1 else values[0] if values else "false" if off else "true"
+        out.append(f"{key}={text}")
     return out

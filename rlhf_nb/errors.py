@@ -35,18 +35,18 @@ def printable(text: object) -> str:
     return _UNSEEN.sub(_picture, mended(str(text)).replace("\r\n", "\n"))
 
 
-def _picture(found: re.Match[str]) -> str:
+def _picture(match: re.Match[str]) -> str:
     """One invisible character, to be seen."""
-    n = ord(found[0])
+    n = ord(match[0])
     return chr(0x2400 + n) if n < 32 else "\u2421" if n == 127 else f"<U+{n:04X}>"
 
 # %% ../nbs/errors.ipynb #be3465a6
 _LONG = re.compile(r"\S{500,}")  # no word and no path: something was quoted whole
 
 
-def _shorter(found: re.Match[str]) -> str:
+def _shorter(match: re.Match[str]) -> str:
     """Beginning and end of a text too long to read."""
-    return f"{found[0][:200]}…({len(found[0]):,} characters)…{found[0][-40:]}"
+    return f"{match[0][:200]}…({len(match[0]):,} characters)…{match[0][-40:]}"
 
 
 class RlhfError(Exception):
@@ -121,8 +121,8 @@ def suggest(name: str, choices: Iterable[str]) -> str | None:
     plain = {c.lower().replace("-", "_"): c for c in choices}
     name = str(name)[:100]  # the comparison takes the square of the length, and no typo has a hundred letters
     name = name.lower().replace("-", "_")
-    found = difflib.get_close_matches(name, list(plain), n=8, cutoff=0.6)
-    return plain[min(found, key=lambda other: _edits(name, other))] if found else None
+    matches = difflib.get_close_matches(name, list(plain), n=8, cutoff=0.6)
+    return plain[min(matches, key=lambda other: _edits(name, other))] if matches else None
 
 
 def did_you_mean(name: str, choices: Iterable[str], otherwise: str) -> str:
@@ -179,9 +179,9 @@ def read_interval(value: int | str | None) -> Interval:
     text = value.strip() if isinstance(value, str) else ""
     if text == "epoch":
         return Interval(epoch=True)
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(s|min|h)", text)
-    if found and float(found[1]) > 0:
-        return Interval(seconds=float(found[1]) * _SECONDS[found[2]])
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(s|min|h)", text)
+    if match and float(match[1]) > 0:
+        return Interval(seconds=float(match[1]) * _SECONDS[match[2]])
     near = re.match(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.lower())
     unit = {"s": "s", "m": "min", "h": "h", "": ""}[near[2]] if near else ""
     hint = f" Did you mean {near[1]}{unit}?" if near and float(near[1]) > 0 and f"{near[1]}{unit}" != text else ""

@@ -100,12 +100,12 @@ def fetch(xs: Iterable[Tensor]) -> None:
     Args:
         xs: numbers of up to 53 bits, any shapes.
     """
-    asked = [x.detach() for x in xs if _known(x) is None]
-    if not asked:
+    unknown = [x.detach() for x in xs if _known(x) is None]
+    if not unknown:
         return
-    wide = torch.float32 if asked[0].device.type == "mps" else torch.float64
-    flat = torch.cat([x.reshape(-1).to(wide) for x in asked]).cpu()
-    for x, kept in zip([x for x in xs if _known(x) is None], torch.split(flat, [x.numel() for x in asked])):
+    wide = torch.float32 if unknown[0].device.type == "mps" else torch.float64
+    flat = torch.cat([x.reshape(-1).to(wide) for x in unknown]).cpu()
+    for x, kept in zip([x for x in xs if _known(x) is None], torch.split(flat, [x.numel() for x in unknown])):
         remember(x, kept.to(x.dtype).view(x.shape))
 
 # %% ../nbs/types.ipynb #699d21f0
@@ -229,9 +229,9 @@ def _row_index(index: Index, n: int) -> slice | Tensor:
     if rows.dim() != 1 or (rows.numel() and rows.is_floating_point()):
         raise DataError(f"rows are chosen by a flat list of whole numbers or a mask, not by {say_shape(rows)}.")
     rows = along(Tensor.long, rows)
-    asked = host(rows)
-    if asked.numel() and not (-n <= int(asked.min()) and int(asked.max()) < n):
-        raise IndexError(f"rows {int(asked.min())} to {int(asked.max())} of a batch of {n}")
+    wanted = host(rows)
+    if wanted.numel() and not (-n <= int(wanted.min()) and int(wanted.max()) < n):
+        raise IndexError(f"rows {int(wanted.min())} to {int(wanted.max())} of a batch of {n}")
     return along(lambda x: torch.where(x < 0, x + n, x), rows)
 
 # %% ../nbs/types.ipynb #458415bd

@@ -172,5 +172,5 @@ def compare_command(
         settings = of.CompareConfig.load(config, [word for word in results or () if _is_setting(word)])
         compared, pairs, folder = of.compare_folders(places, settings, tell)
         print_rich(*of.comparison_tables(compared, pairs))
-        said = f"Drawn: {folder / 'compare.svg'} and .png; all numbers: {folder / 'compare.json'}"
-        tell("\n".join([*compared.notes, said]), err=False)
+        drawn = f"Drawn: {folder / 'compare.svg'} and .png; all numbers: {folder / 'compare.json'}"
+        tell("\n".join([*compared.notes, drawn]), err=False)

@@ -181,9 +181,9 @@ def _begin(kind: str, overrides: Any, config: Any, toy: bool, resume: bool, over
     with told(debug, _again()):
         from rlhf_nb.pipeline.doctor import completed
 
-        found = completed(kind, load_config(kind, config, overrides, toy), toy, resume)
-        say_what_to_train("", kind, found, typed(config, toy, overrides))
-        _train(kind, found, resume, overwrite)
+        settings = completed(kind, load_config(kind, config, overrides, toy), toy, resume)
+        say_what_to_train("", kind, settings, typed(config, toy, overrides))
+        _train(kind, settings, resume, overwrite)
 
 
 def _run_pipeline(
@@ -315,9 +315,9 @@ def doctor_command(
         from rlhf_nb.pipeline.doctor import doctor, findings_table
         from rlhf_nb.train.stage import with_proxy
 
-        found = with_proxy(kind, load_config(kind, config, overrides, toy), toy)
-        say_what_to_train("doctor", kind, found, typed(config, toy, overrides))
-        findings = doctor(found)
+        settings = with_proxy(kind, load_config(kind, config, overrides, toy), toy)
+        say_what_to_train("doctor", kind, settings, typed(config, toy, overrides))
+        findings = doctor(settings)
         print_rich(findings_table(findings))
         if any(f.level == "error" for f in findings):
             raise typer.Exit(1)
@@ -367,8 +367,8 @@ def watch(
     with told(debug):
         import rlhf_nb.widgets.report as views
 
-        found = views.watch(runs, every=every, console=Console(force_jupyter=False), once=once)
-        if once and not found:
+        seen = views.watch(runs, every=every, console=Console(force_jupyter=False), once=once)
+        if once and not seen:
             raise typer.Exit(1)
 
 

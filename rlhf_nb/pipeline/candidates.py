@@ -70,8 +70,8 @@ def range_of(key: str, said: Mapping[str, Any]) -> Range:
 
 def name_of(candidate: Candidate) -> str:
     """A candidate in words, such as `kl_coef=0.05 optimizer.lr=0.0001`."""
-    said = {k: json.dumps(v) if isinstance(v, dict | list | bool) or v is None else v for k, v in candidate.items()}
-    return " ".join(f"{k}={v}" for k, v in said.items()) or "as configured"
+    values = {k: json.dumps(v) if isinstance(v, dict | list | bool) or v is None else v for k, v in candidate.items()}
+    return " ".join(f"{k}={v}" for k, v in values.items()) or "as configured"
 
 
 def grid(over: Mapping[str, Sequence[Any] | Range]) -> list[Candidate]:
@@ -154,9 +154,9 @@ def read_words(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, list[Any
         key = key.strip().removeprefix("--")
         if not equals or not key:
             raise ConfigError(f"{word!r} is not of the form key=value, key=a,b,c or key=low..high.")
-        if found := _RANGE.fullmatch(text.strip()):
+        if match := _RANGE.fullmatch(text.strip()):
             over[key] = range_of(
-                key, {"low": _leaf(key, found[2]), "high": _leaf(key, found[3]), "log": found[1] is not None}
+                key, {"low": _leaf(key, match[2]), "high": _leaf(key, match[3]), "log": match[1] is not None}
             )
             continue
         parts = split_values(text)
@@ -241,13 +241,13 @@ def standings(
         questions: what the metric is the mean of, by name and seed, as many and in the same order for all; None: it
             wasn't kept.
     """
-    sign, failures, asked = (-1.0 if minimize else 1.0), failures or {}, questions or {}
+    sign, failures, scores = (-1.0 if minimize else 1.0), failures or {}, questions or {}
     alive = [(c, dict(values)) for c, values in found if values and name_of(c) not in failures]
     alive.sort(key=lambda each: -sign * fmean(each[1].values()))
     out, corrected = list[Standing](), dict[tuple[int, int], float]()
     if alive:
         seeds = sorted(set.intersection(*(set(values) for _, values in alive)))
-        rows = [[asked.get((name_of(c), s), ()) for s in seeds] for c, _ in alive]
+        rows = [[scores.get((name_of(c), s), ()) for s in seeds] for c, _ in alive]
         kept = len({len(row) for each in rows for row in each}) == 1 and len(rows[0][0]) > 1
         gaps = compare_all([[values[s] for s in seeds] for _, values in alive], rows if kept else None)
         pairs = list(combinations(range(len(alive)), 2))

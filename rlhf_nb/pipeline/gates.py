@@ -143,9 +143,9 @@ def check_reward_model(metrics: Mapping[str, float], gates: GatesConfig) -> list
         says = "there were no held-out pairs, so nothing is known of its accuracy (data.eval_split, data.eval_size)"
         return [Check("accuracy", False, says)]
     error = 0.0 if math.isnan(error) else error
-    low, asked = accuracy - _Z * error, gates.reward_accuracy
+    low, least = accuracy - _Z * error, gates.reward_accuracy
     says = f"it orders {accuracy:.1%} of held-out pairs rightly, {low:.1%} at the lower end"
-    out = [Check("accuracy", low >= asked, f"{says}; at least {asked:.1%} is asked")]
+    out = [Check("accuracy", low >= least, f"{says}; at least {least:.1%} is asked")]
     for key, words in (("words_accuracy", "a bag of words"), ("shorter_accuracy", "choosing the shorter answer")):
         other = metrics.get(f"eval/{key}", math.nan)
         if not math.isnan(other):
@@ -211,9 +211,9 @@ def check_stage_rules(metrics: Mapping[str, float], rules: Sequence[Rule]) -> li
             out.append(Check(rule.metric, False, f"the stage has no {rule.metric}. {hint}"))
             continue
         bounds = [("at least", rule.at_least), ("at most", rule.at_most)]
-        asked = " and ".join(f"{word} {bound:g}" for word, bound in bounds if bound is not None)
+        wanted = " and ".join(f"{word} {bound:g}" for word, bound in bounds if bound is not None)
         inside = (rule.at_least is None or value >= rule.at_least) and (rule.at_most is None or value <= rule.at_most)
-        out.append(Check(rule.metric, inside, f"{rule.metric} is {value:.4g}; {asked} is asked"))
+        out.append(Check(rule.metric, inside, f"{rule.metric} is {value:.4g}; {wanted} is asked"))
     return out
 
 # %% ../../nbs/pipeline/gates.ipynb #c0900023
@@ -286,9 +286,9 @@ def verdict_page(verdicts: Sequence[Verdict], final: str = "") -> str:
         for stage, check in _by_stage(verdicts)
     ]
     failed = [v for v in verdicts if not v.passed]
-    said = f"{len(verdicts)} attempts, {len(failed)} refused." + (f" The model is {escape(final)}." if final else "")
+    summary = f"{len(verdicts)} attempts, {len(failed)} refused." + (f" The model is {escape(final)}." if final else "")
     body = (
-        f"<h1>What the gates say</h1><p>{said}</p><table><tr><th>stage</th><th>check</th><th></th><th>what "
+        f"<h1>What the gates say</h1><p>{summary}</p><table><tr><th>stage</th><th>check</th><th></th><th>what "
         f"was seen</th></tr>{''.join(rows)}</table>"
     )
     return html_page("What the gates say", body)

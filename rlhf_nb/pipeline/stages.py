@@ -276,8 +276,8 @@ class StagePlan:
             return []
         labels = self.config.made_by("pairs") if self.labelled(stage) else None
         asks = get(stage).online and self._asks_stage(getattr(self.config, stage))
-        found = (self.config.source(stage), labels, self.config.made_by("reward") if asks else None)
-        return [s for s in found if s is not None]
+        sources = (self.config.source(stage), labels, self.config.made_by("reward") if asks else None)
+        return [s for s in sources if s is not None]
 
     def _asks_stage(self, config: OnlineConfig) -> bool:
         """Whether an online stage asks the reward model that is made here: by itself,
@@ -431,8 +431,8 @@ class Gatekeeper:
         write_json(plan.path / stage / "gate.json", verdict.to_dict())
         verdicts = [*plan.verdicts, verdict]
         final = plan.model_dir(stage) if verdict.passed and leaves == "policy" else plan.final_model(before=stage)
-        said = {"verdicts": [v.to_dict() for v in verdicts], "final": str(final) if final else None}
-        write_json(plan.path / "gates.json", said)
+        record = {"verdicts": [v.to_dict() for v in verdicts], "final": str(final) if final else None}
+        write_json(plan.path / "gates.json", record)
         write_whole(plan.path / "gates.html", verdict_page(verdicts, str(final or "")))
         return verdict
 
@@ -551,9 +551,9 @@ class RLHFPipeline:
         for stage in self.stages:
             if not (done := self.finished(stage)):
                 continue
-            asked = getattr(self.config, stage)
-            before = merge(lasting(type(asked)()), done["config"])  # settings that came later had their defaults
-            changes = config_changes(before, lasting(asked))
+            settings = getattr(self.config, stage)
+            before = merge(lasting(type(settings)()), done["config"])  # settings that came later had their defaults
+            changes = config_changes(before, lasting(settings))
             if changes and config_changes(before, lasting(self.stage_config(stage))):  # what ranks write
                 raise RunError(
                     f"{stage} was finished with other settings ({'; '.join(changes[:3])}), and what follows is built "
@@ -685,9 +685,9 @@ def judge_pair(plan: StagePlan, stage: str, start: str, judges: dict[str, Any]) 
         judges: rewards by name; none: only lengths and KL are measured.
     """
     trust, seed = plan.stage_config(stage).model.trust_remote_code, derive_seed(plan.config.seed, "gate")
-    asked = judges or {"none": _no_opinion}
-    old, model = _answers_of(plan, start, trust, asked, None, seed)
-    new, _ = _answers_of(plan, str(plan.model_dir(stage)), trust, asked, model, seed)
+    rewards = judges or {"none": _no_opinion}
+    old, model = _answers_of(plan, start, trust, rewards, None, seed)
+    new, _ = _answers_of(plan, str(plan.model_dir(stage)), trust, rewards, model, seed)
     return old, new
 
 
@@ -702,12 +702,12 @@ def collect_results(plan: StagePlan, judged: dict[str, PolicyEval]) -> dict[str,
     stages = {stage: {"seconds": d.get("seconds"), **d.get("metrics", {})} for stage, d in done.items()}
     policies = {name: p.summary(judged.get("sft") if name != "sft" else None) for name, p in judged.items()}
     prompts = next((policy.prompts for policy in judged.values()), [])
-    said, shown = {k: v.texts for k, v in judged.items() if k != "base"}, spread_out(prompts, plan.config.questions)
-    samples = [{"prompt": prompts[i], **{name: texts[i] for name, texts in said.items()}} for i in shown]
-    found = {"stages": stages, "policies": policies, "samples": samples}
+    answers, shown = {k: v.texts for k, v in judged.items() if k != "base"}, spread_out(prompts, plan.config.questions)
+    samples = [{"prompt": prompts[i], **{name: texts[i] for name, texts in answers.items()}} for i in shown]
+    results = {"stages": stages, "policies": policies, "samples": samples}
     if plan.config.gates:
-        found |= {"gates": [v.to_dict() for v in plan.verdicts], "final": str(plan.final_model())}
-    return found
+        results |= {"gates": [v.to_dict() for v in plan.verdicts], "final": str(plan.final_model())}
+    return results
 
 
 def spread_out(prompts: Sequence[Any], n: int) -> list[int]:

@@ -102,8 +102,8 @@ def _do(job: _Job) -> str:
         run_stage(cast(JobConfig, get(job[0]).config.model_validate(job[1])), resume=True, overwrite=True)
         return ""
     except (RlhfError, OSError, RuntimeError, ValueError) as e:
-        said = str(getattr(e, "at_cli", None) or e).strip() or type(e).__name__
-        return f"{_SETTINGS}{said}" if isinstance(e, ConfigError) else said
+        message = str(getattr(e, "at_cli", None) or e).strip() or type(e).__name__
+        return f"{_SETTINGS}{message}" if isinstance(e, ConfigError) else message
 
 
 def device_for(worker: int, visible: str | None, count: int) -> dict[str, str]:
@@ -455,13 +455,13 @@ def _plan(over: Any, search: str, trials: int | None, seed: int) -> list[Candida
     return list({name_of(c): c for c in candidates}.values())
 
 # %% ../../nbs/pipeline/sweep.ipynb #s69400e3
-def _notes(made: Swept, seeds: int, asked: bool) -> list[str]:
+def _notes(made: Swept, seeds: int, by_question: bool) -> list[str]:
     """What a reader of the table should know."""
     out, rivals = [], [s for s in made.table[1:] if s.says(made.level) == "not told apart"]
     pairs = len([s for s in made.table if s.mean is not None]) * (len(made.table) - 1) // 2
     if seeds < 2:
         out.append("One seed: no difference can be called real. Add seeds; what was run stays.")
-    elif seeds < 4 and not asked:
+    elif seeds < 4 and not by_question:
         unknown = f"{seeds} seeds, and {made.metric} keeps no score of each question: no difference can be called real"
         out.append(f"{unknown} below four seeds. Add seeds, or compare an evaluation (eval.metrics).")
     elif rivals:
@@ -562,8 +562,8 @@ def read_sweep(what: str, words: Sequence[str], **typed: Any) -> SweepConfig:
         raise ConfigError(f"the file lists its candidates, so {next(iter(over))} can't be tried beside them.")
     tried = {k: v for k, v in {**config.over, **over}.items() if k not in fixed}
     held = {k: v for k, v in config.settings.items() if k not in over} | fixed
-    said = config.model_dump(exclude_unset=True)
-    return SweepConfig.model_validate({**said, "over": tried, "settings": held, **typed})
+    written = config.model_dump(exclude_unset=True)
+    return SweepConfig.model_validate({**written, "over": tried, "settings": held, **typed})
 
 # %% ../../nbs/pipeline/sweep.ipynb #s9220011
 def sweep_table(made: Swept) -> Table:

@@ -144,14 +144,14 @@ class Verifiers:
         loaders = importlib.import_module("verifiers.v1.utils.loaders")
         try:
             config = loaders.taskset_config_type(taskset).model_validate({"id": taskset, **options})
-            found = loaders.load_taskset(config)
-            tasks = list(found.take(most))
+            loaded = loaders.load_taskset(config)
+            tasks = list(loaded.take(most))
         except (ImportError, AttributeError, TypeError, ValueError) as e:
             raise ConfigError(f"taskset is {taskset!r}, and verifiers can't load it: {str(e)[:300]}") from e
         kinds = {(type(t), id(t.config)): t for t in tasks}.values()
         needs = {
             "has no task": not tasks, "needs a container": any(t.NEEDS_CONTAINER for t in kinds),
-            "has tools": bool(found.toolsets(config)) or any(t.toolsets(t.config) for t in kinds),
+            "has tools": bool(loaded.toolsets(config)) or any(t.toolsets(t.config) for t in kinds),
             "has rewards that look into a container": any(
                 "runtime" in inspect.signature(f).parameters for t in kinds for f in t.hooks("reward")
             ),
@@ -171,14 +171,14 @@ class Verifiers:
         self.task = self.tasks[random.Random(seed).randrange(n) if at is None else int(at)]
         data, vf = self.task.data, self.vf
         text_of = importlib.import_module("verifiers.v1.types").content_text
-        said = [vf.SystemMessage(content=data.system_prompt)] if data.system_prompt else []
-        self.said = [*said, *([vf.UserMessage(content=data.prompt)] if isinstance(data.prompt, str) else data.prompt)]
+        system = [vf.SystemMessage(content=data.system_prompt)] if data.system_prompt else []
+        self.said = [*system, *([vf.UserMessage(content=data.prompt)] if isinstance(data.prompt, str) else data.prompt)]
         return [{"role": m.role, "content": text_of(m.content)} for m in self.said]
 
     async def step(self, turn: Turn) -> Step:
         """What its rewards say; each is a metric, too."""
-        vf, said = self.vf, [*self.said, self.vf.AssistantMessage(content=turn.text)]
-        nodes = [vf.MessageNode(parent=i - 1 if i else None, message=m) for i, m in enumerate(said)]
+        vf, messages = self.vf, [*self.said, self.vf.AssistantMessage(content=turn.text)]
+        nodes = [vf.MessageNode(parent=i - 1 if i else None, message=m) for i, m in enumerate(messages)]
         nodes[-1].sampled = True
         told = {"type": type(self.task).__name__, "data": self.task.data}
         trace = vf.Trace(task=vf.TraceTask(**told), agent=vf.AgentInfo(config=vf.AgentConfig()), nodes=nodes)

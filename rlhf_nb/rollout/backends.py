@@ -128,8 +128,8 @@ def answers_to_tensors(
         raise ModelError(
             "The engine returned another number of log-probs than tokens, so they can't be told apart: ask it for none."
         )
-    said = nn.utils.rnn.pad_sequence([torch.tensor(x) for x in logps], True, 0.0)
-    return ids, lens, finished, sent(said, device)
+    padded = nn.utils.rnn.pad_sequence([torch.tensor(x) for x in logps], True, 0.0)
+    return ids, lens, finished, sent(padded, device)
 
 # %% ../../nbs/rollout/backends.ipynb #2a8b2381
 def needs_scoring(r: Rollout, rule: str, sampler: Sampler, dtype: torch.dtype) -> bool:
@@ -165,9 +165,9 @@ def sampling_metrics(r: Rollout, sampler: Sampler) -> dict[str, float]:
         ÷ sampler, 1 in
         expectation); those that are known.
     """
-    found = {} if sampler.slots_in_use is None else {"perf/slots_in_use": sampler.slots_in_use}
+    metrics = {} if sampler.slots_in_use is None else {"perf/slots_in_use": sampler.slots_in_use}
     if r.rollout_logps is None or r.old_logps is None or r.old_logps is r.rollout_logps:
-        return found
+        return metrics
     gap = (r.old_logps.float() - r.rollout_logps.float())[r.completion_mask]
     names = ("sampling/logp_difference_mean", "sampling/logp_difference_max", "sampling/importance_mean")
-    return found | dict(zip(names, torch.stack([gap.abs().mean(), gap.abs().max(), gap.exp().mean()]).tolist()))
+    return metrics | dict(zip(names, torch.stack([gap.abs().mean(), gap.abs().max(), gap.exp().mean()]).tolist()))

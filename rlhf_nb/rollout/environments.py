@@ -38,8 +38,8 @@ def _value(node: ast.AST) -> int | float:
         return node.value
     if isinstance(node, ast.BinOp | ast.UnaryOp) and type(node.op) in _OPERATORS:
         parts = (node.left, node.right) if isinstance(node, ast.BinOp) else (node.operand,)
-        found: int | float = _OPERATORS[type(node.op)](*map(_value, parts))
-        return found
+        value: int | float = _OPERATORS[type(node.op)](*map(_value, parts))
+        return value
     raise ValueError("only numbers, + - * / // % and brackets can be calculated")
 
 
@@ -56,9 +56,9 @@ def calculate(expression: str) -> str:
 
 def last_number_is(text: str, answer: Any) -> bool:
     """Whether the last number in a text is the answer."""
-    found = re.findall(r"-?\d+(?:\.\d+)?", text.replace(",", ""))
+    numbers = re.findall(r"-?\d+(?:\.\d+)?", text.replace(",", ""))
     try:
-        return bool(found) and math.isclose(float(found[-1]), float(answer), rel_tol=1e-9)
+        return bool(numbers) and math.isclose(float(numbers[-1]), float(answer), rel_tol=1e-9)
     except (TypeError, ValueError):
         return False
 
@@ -137,8 +137,8 @@ class Library(Calculator):
         Args:
             query: a few words.
         """
-        asked = set(re.findall(r"\w+", query.lower()))
-        weights = [sum(math.log(1 + len(self.parts) / self.counts[w]) for w in asked & own) for own in self.words]
+        words = set(re.findall(r"\w+", query.lower()))
+        weights = [sum(math.log(1 + len(self.parts) / self.counts[w]) for w in words & own) for own in self.words]
         best = sorted(range(len(weights)), key=lambda i: (-weights[i], i))[: self.n]
         return "\n\n".join(self.parts[i][:1000] for i in best if weights[i]) or "(nothing was found)"
 
@@ -163,11 +163,11 @@ class TwentyQuestions:
             return Step("Yes!", 1 - 0.05 * (turn.number - 1), True, {"guessed": 1.0})
         if any(f" {a.one} " in words or f" {a.many} " in words for a in toy.ANIMALS.values()):
             return Step("No.", done=turn.number >= 20)
-        asked = {(k, v) for k in toy.FACTS for v in toy.FACT_VALUES[k] if f" {v} " in words}
-        if not asked:
+        facts = {(k, v) for k in toy.FACTS for v in toy.FACT_VALUES[k] if f" {v} " in words}
+        if not facts:
             what = "I can say whether it is some animal, or where it lives, what it eats, its legs, young, coat."
             return Step(what, done=turn.number >= 20)
-        return Step("Yes." if all(mine.fact(k) == v for k, v in asked) else "No.", done=turn.number >= 20)
+        return Step("Yes." if all(mine.fact(k) == v for k, v in facts) else "No.", done=turn.number >= 20)
 
 
 class ToyTalk:
@@ -182,9 +182,9 @@ class ToyTalk:
 
     def reset(self, row: Row, seed: int) -> str | None:
         """The first question, where the row has none."""
-        asked = [r["prompt"] for r in toy.train_prompts(self.questions, seed % 2**31)]
-        self.asked = [row.get("prompt") or asked[0], *asked[1:]]
-        return None if row.get("prompt") else _words(asked[0])
+        prompts = [r["prompt"] for r in toy.train_prompts(self.questions, seed % 2**31)]
+        self.asked = [row.get("prompt") or prompts[0], *prompts[1:]]
+        return None if row.get("prompt") else _words(prompts[0])
 
     def step(self, turn: Turn) -> Step:
         """What the answer is worth, and the next question."""

@@ -78,15 +78,15 @@ def find_beginnings(
         raise DataError(f"only {len(tokens)} of {len(rows)} answers have steps that can be continued.")
     own = ("prompt", "completion", "completions", "labels", "stderr")
     columns = [{k: v for k, v in row.items() if k not in own} for row in rows]
-    found: dict[tuple[Any, ...], tuple[int, int]] = {}
+    firsts: dict[tuple[Any, ...], tuple[int, int]] = {}
     keys: list[list[tuple[Any, ...]]] = []
     for i, row in enumerate(tokens):
-        asked = (*row["prompt_ids"], -1)  # no token has this number
+        prompt = (*row["prompt_ids"], -1)  # no token has this number
         ends = row["step_ends"][:-1]
-        keys.append([(*asked, *row["completion_ids"][: end + 1], repr(columns[i])) for end in ends])
+        keys.append([(*prompt, *row["completion_ids"][: end + 1], repr(columns[i])) for end in ends])
         for key, end in zip(keys[-1], ends):
-            found.setdefault(key, (i, end))
-    places = sorted(found.items(), key=lambda item: item[1][1])
+            firsts.setdefault(key, (i, end))
+    places = sorted(firsts.items(), key=lambda item: item[1][1])
     number = {key: k for k, (key, _) in enumerate(places)}
     return Beginnings(taken, columns, tokens, [place for _, place in places], [[number[k] for k in ks] for ks in keys])
 
@@ -194,8 +194,8 @@ def _in_steps(row: dict[str, Any], i: int, tok: Any, rule: StepRule) -> dict[str
         )
     if row.get("completions"):
         return {"prompt": row["prompt"], "completions": list(row["completions"])}
-    said = row["completion"]
-    text = said if isinstance(said, str) else "".join(m["content"] for m in said)
+    completion = row["completion"]
+    text = completion if isinstance(completion, str) else "".join(m["content"] for m in completion)
     ids = tok(text, add_special_tokens=False)["input_ids"]
     ends = [0, *(e + 1 for e in step_ends(tok, ids, rule))]
     parts = [tok.decode(ids[a:b], clean_up_tokenization_spaces=False) for a, b in zip(ends, ends[1:])]

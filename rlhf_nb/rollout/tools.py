@@ -45,14 +45,14 @@ def tool_schema(f: Callable[..., Any]) -> dict[str, Any]:
     from transformers.utils import get_json_schema
 
     try:
-        found: dict[str, Any] = get_json_schema(f)
+        schema: dict[str, Any] = get_json_schema(f)
     except Exception as e:  # a hint may be any foreign object, or a name that is not there
         name = getattr(f, "__name__", repr(f))
         raise ConfigError(
             f"tool {name!r} can't be described to a model: {str(e).splitlines()[0].rstrip('.')}. A tool needs a type "
             "hint for each argument, and a docstring with a line on each below 'Args:'."
         ) from e
-    return found
+    return schema
 
 # %% ../../nbs/rollout/tools.ipynb #7e100010
 CallForm = Literal["hermes", "llama3", "json"]
@@ -79,10 +79,10 @@ def call_form(template: str | None, brought: Any = None) -> Any:
     return "llama3" if "<|python_tag|>" in text or "ipython" in text else "json"
 
 
-def _as_call(found: Any) -> Call | None:
+def _as_call(value: Any) -> Call | None:
     """A call, from an object of JSON; None where it is none."""
-    found = found.get("function", found) if isinstance(found, dict) else {}
-    name, given = (found.get("name"), found.get("arguments", found.get("parameters"))) if found else (None, None)
+    value = value.get("function", value) if isinstance(value, dict) else {}
+    name, given = (value.get("name"), value.get("arguments", value.get("parameters"))) if value else (None, None)
     if isinstance(given, str):  # arguments as JSON within JSON
         try:
             given = json_value(given)
@@ -93,16 +93,16 @@ def _as_call(found: Any) -> Call | None:
 
 def _calls_in(text: str) -> list[Call]:
     """The calls among the objects of JSON in a text, from left to right."""
-    found, at = list[Call](), text.find("{")
+    calls, at = list[Call](), text.find("{")
     while at >= 0:
         try:
             value, end = _DECODER.raw_decode(text, at)
             call = _as_call(value)
         except (ValueError, RecursionError):
             call, end = None, at + 1
-        found += [call] if call else []
+        calls += [call] if call else []
         at = text.find("{", end if call else at + 1)
-    return found
+    return calls
 
 
 def parse_calls(
@@ -122,8 +122,8 @@ def parse_calls(
     if isinstance(form, Mapping):
         read = importlib.import_module("transformers.utils.chat_parsing").parse_response
         try:
-            found = read(text, form, prefix=before, tools=schemas).get("tool_calls") or []
-            each = [[call] if (call := _as_call(x)) else [] for x in found]
+            objects = read(text, form, prefix=before, tools=schemas).get("tool_calls") or []
+            each = [[call] if (call := _as_call(x)) else [] for x in objects]
         except Exception as e:  # whatever a foreign template leads to
             return [], f"a call can't be read: {str(e).splitlines()[0] if str(e) else type(e).__name__}"
     elif form == "hermes":
@@ -217,10 +217,10 @@ def _called(f: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     """The text of a call's result, or a coroutine that gives it; all of it is made in the tool's own thread."""
 
     async def later() -> str:
-        return _as_text([x async for x in found] if inspect.isasyncgen(found) else await found)
+        return _as_text([x async for x in result] if inspect.isasyncgen(result) else await result)
 
-    found = f(**arguments)
-    return later() if inspect.isawaitable(found) or inspect.isasyncgen(found) else _as_text(found)
+    result = f(**arguments)
+    return later() if inspect.isawaitable(result) or inspect.isasyncgen(result) else _as_text(result)
 
 # %% ../../nbs/rollout/tools.ipynb #6263a939
 class Tools:
@@ -296,23 +296,23 @@ class Waits:
     def arrived(self) -> list[tuple[Any, Any, float]]:
         """For what, the answer or the exception it ended in, and the seconds it took: at least one, and all that come
         without a pause. A late one is a TimeoutError, and what it brings later is ignored. Waiting is a safe point."""
-        found: list[tuple[Any, Any, float]] = []
+        arrivals: list[tuple[Any, Any, float]] = []
         while self.open:
             until = min(u for _, _, u in self.open.values())
             try:
                 left = max(0.0, until - time.monotonic())
-                number, future, at = self.arrived_at.get(timeout=_PAUSE if found else min(left + 1e-3, 0.1))
+                number, future, at = self.arrived_at.get(timeout=_PAUSE if arrivals else min(left + 1e-3, 0.1))
             except queue.Empty:
                 if (now := time.monotonic()) >= self.safe_from:
                     safe_point()
                 for n in [n for n, (_, _, u) in self.open.items() if u <= now]:
                     what, begun, _ = self.open.pop(n)
-                    found.append((what, TimeoutError(f"gave no answer within {now - begun:.3g} s"), now - begun))
-                if found:
-                    return found
+                    arrivals.append((what, TimeoutError(f"gave no answer within {now - begun:.3g} s"), now - begun))
+                if arrivals:
+                    return arrivals
                 continue
             if number in self.open:
                 what, begun, _ = self.open.pop(number)
                 failed = future.exception()  # which may count as false
-                found.append((what, future.result() if failed is None else failed, at - begun))
-        return found
+                arrivals.append((what, future.result() if failed is None else failed, at - begun))
+        return arrivals

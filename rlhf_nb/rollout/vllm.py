@@ -58,7 +58,7 @@ def serve_vllm(number: int, config: str, options: dict[str, Any]) -> None:
     from pathlib import Path
 
     conn, llm, vllm = Connection(number), None, __import__("vllm")
-    logps: Any = lambda ids, found: [x[i].logprob for i, x in zip(ids, found or [])]
+    logps: Any = lambda ids, outputs: [x[i].logprob for i, x in zip(ids, outputs or [])]
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(config)
         while True:
@@ -68,10 +68,10 @@ def serve_vllm(number: int, config: str, options: dict[str, Any]) -> None:
                 if what == "load":
                     told: list[Any] = [llm.collective_rpc("load_from", args=args), llm.reset_prefix_cache()]
                 else:
-                    asked = [{"prompt_token_ids": p} for p in args[0]], [vllm.SamplingParams(**s) for s in args[1]]
-                    found = [(r, r.outputs[0]) for r in llm.generate(*asked, use_tqdm=False)]
-                    told = [([*o.token_ids], logps(o.token_ids, o.logprobs)) for _, o in found]
-                    told += [logps(r.prompt_token_ids[1:], (r.prompt_logprobs or [])[1:]) for r, _ in found[:1]]
+                    request = [{"prompt_token_ids": p} for p in args[0]], [vllm.SamplingParams(**s) for s in args[1]]
+                    outputs = [(r, r.outputs[0]) for r in llm.generate(*request, use_tqdm=False)]
+                    told = [([*o.token_ids], logps(o.token_ids, o.logprobs)) for _, o in outputs]
+                    told += [logps(r.prompt_token_ids[1:], (r.prompt_logprobs or [])[1:]) for r, _ in outputs[:1]]
                 conn.send((told, ""))
             except Exception as e:
                 conn.send((None, f"{type(e).__name__}: {e}"[:2000]))
@@ -144,11 +144,11 @@ class Vllm(Sampler):
         }  # fmt: skip
         seeds = [derive_seed(request.seed, request.step, uid[i], k, at[i]) for i, k in zip(rows, samples)]
         self._follow(model, [*lists[0], 0][:_ROW])
-        *found, _ = self._ask("draw", [lists[i] for i in rows], [how | {"seed": x % 2**31} for x in seeds])
-        tokens, logps = ([*x] for x in zip(*found))
+        *drawn, _ = self._ask("draw", [lists[i] for i in rows], [how | {"seed": x % 2**31} for x in seeds])
+        tokens, logps = ([*x] for x in zip(*drawn))
         to = pad_id(request.tokenizer), prompts.prompt_ids.device
-        ids, lens, finished, said = answers_to_tensors(tokens, logps, eos, *to)
-        return as_rollout(prompts, request.num_samples, ids, lens, finished, said, request.tokenizer)
+        ids, lens, finished, scored = answers_to_tensors(tokens, logps, eos, *to)
+        return as_rollout(prompts, request.num_samples, ids, lens, finished, scored, request.tokenizer)
 
     @torch.no_grad()
     def _follow(self, model: Any, row: list[int]) -> None:
@@ -182,12 +182,12 @@ class Vllm(Sampler):
         options: dict[str, Any] = _ALWAYS | plain | self.options
         self.form, self.memory, (self.conn, there) = options.get("dtype", "auto"), os.memfd_create("weights"), Pipe()
         os.ftruncate(self.memory, size)
-        said = f"from __future__ import annotations\nfrom typing import Any\n{inspect.getsource(LoadsWeights)}\n"
-        said += inspect.getsource(serve_vllm)
-        said += f"\nserve_vllm{(there.fileno(), model.config.to_json_string(), options)!r}"
+        source = f"from __future__ import annotations\nfrom typing import Any\n{inspect.getsource(LoadsWeights)}\n"
+        source += inspect.getsource(serve_vllm)
+        source += f"\nserve_vllm{(there.fileno(), model.config.to_json_string(), options)!r}"
         env = _ENV | {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
         fds, quiet = (there.fileno(), self.memory), subprocess.DEVNULL
-        self.process = subprocess.Popen([self.python, "-c", said], env=env, pass_fds=fds, stdout=quiet, stderr=quiet)
+        self.process = subprocess.Popen([self.python, "-c", source], env=env, pass_fds=fds, stdout=quiet, stderr=quiet)
         there.close()
 
     def _ask(self, what: str, *args: Any) -> Any:

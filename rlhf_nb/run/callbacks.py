@@ -110,19 +110,19 @@ class Callbacks:
         """Give each its state back; one that is new begins with what the log says."""
         left = list(states)
         for callback in self.stateful:
-            found = next((s for s in left if s["name"] == type(callback).__name__), None)
-            if found is not None:
-                left.remove(found)
-                callback.load_state_dict(found["state"])
+            state = next((s for s in left if s["name"] == type(callback).__name__), None)
+            if state is not None:
+                left.remove(state)
+                callback.load_state_dict(state["state"])
 
     def call(self, name: str, run: RunView, *args: Any) -> Flags:
         """Call `name` on each; returns the joined wishes."""
         flags = Flags()
         for callback in list(self.active):
             try:
-                asked = getattr(callback, name)(run, *args)
-                if isinstance(asked, Flags):
-                    flags = flags | asked
+                wishes = getattr(callback, name)(run, *args)
+                if isinstance(wishes, Flags):
+                    flags = flags | wishes
             except Exception as error:
                 self.active.remove(callback)
                 what = f"{type(callback).__name__}.{name} raised {type(error).__name__}: {error}"

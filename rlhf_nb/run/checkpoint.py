@@ -61,8 +61,8 @@ def split_state(state: Any, at: str = "") -> tuple[Any, dict[str, torch.Tensor]]
             raise CheckpointError(
                 f"the state at '{at}' has the key {key!r}, which JSON would turn into a string: use string keys"
             )
-        plain[key], found = split_state(value, f"{at}.{key}" if at else str(key))
-        tensors |= found
+        plain[key], inner = split_state(value, f"{at}.{key}" if at else str(key))
+        tensors |= inner
     return plain if isinstance(state, dict) else list(plain.values()), tensors
 
 # %% ../../nbs/run/checkpoint.ipynb #28cad55a
@@ -321,7 +321,7 @@ def load_checkpoint(
         tensors: dict[str, Mapping[str, torch.Tensor]] = {
             n: load_file(folder / f"{n}.safetensors") for n in stems if not _SHARD.fullmatch(n)
         }
-        groups = sorted({found[1] for n in stems if (found := _SHARD.fullmatch(n))})
+        groups = sorted({match[1] for n in stems if (match := _SHARD.fullmatch(n))})
         return tensors | {g: _Joined(folder, g, int(meta["world_size"])) for g in groups}, meta
     except (SafetensorError, OSError, ValueError, LookupError, TypeError) as error:
         raise CheckpointError(f"the checkpoint {folder} cannot be read: {error}; take an older one") from error

@@ -202,32 +202,32 @@ class RunControl:
             What is left to do: stop, save, evaluate.
         """
         self._set_again()
-        asked = self._obey_all(self.run.engine.gather_object(self._new)[0])
-        if not self.paused or asked.stop or stopping:
-            return asked
+        flags = self._obey_all(self.run.engine.gather_object(self._new)[0])
+        if not self.paused or flags.stop or stopping:
+            return flags
         run, begin, seconds = self.run, time.perf_counter(), dict(self.run.meter.seconds)
         leave = ""
-        while self.paused and not asked.stop and not leave:
-            if asked.save:
+        while self.paused and not flags.stop and not leave:
+            if flags.save:
                 run.save()
-            if asked.evaluate:
+            if flags.evaluate:
                 run.evaluate()
             run.observers.call("on_wait", run)
             time.sleep(self.POLL)
             everyone = run.engine.gather_object((self.requests.new() if run.engine.is_main else [], stop.requested))
             leave = next((word for _, word in everyone if word), "")
-            asked = self._obey_all(everyone[0][0])
+            flags = self._obey_all(everyone[0][0])
         self.paused = False
         run.meter.seconds = seconds
         run.meter.exclude(time.perf_counter() - begin)
-        return asked | Flags(stop=bool(leave), reason=leave)
+        return flags | Flags(stop=bool(leave), reason=leave)
 
     def _obey_all(self, requests: list[dict[str, Any]]) -> Flags:
         """One request after the other; the joined wishes."""
-        asked = Flags()
+        flags = Flags()
         for request in requests:
-            asked = asked | self._obey(request)
-        return asked
+            flags = flags | self._obey(request)
+        return flags
 
     def _obey(self, request: dict[str, Any]) -> Flags:
         """One request: done and reported, or refused and reported."""

@@ -64,8 +64,8 @@ def peak_flops(device: str, dtype: torch.dtype) -> float | None:
     """
     if device.startswith("cuda"):
         name = torch.cuda.get_device_name(device).replace("-", " ").replace("RTX ", "")
-        found = next((speeds for key, speeds in _GPUS.items() if key in name), None)
-        return None if found is None else 1e12 * found[0 if dtype.itemsize == 2 else 1]
+        rates = next((speeds for key, speeds in _GPUS.items() if key in name), None)
+        return None if rates is None else 1e12 * rates[0 if dtype.itemsize == 2 else 1]
     if device != "cpu":
         return None
     n, best = 512, 0.0

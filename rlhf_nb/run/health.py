@@ -104,8 +104,8 @@ def _gold(known: Known, config: Mapping[str, Any]) -> Concern:
         unseen = "no gold reward is measured, so nothing says that it rises for the right reason"
         return "off", f"{recent(proxy):.3g}; {unseen}"
     if fell is None or not fell.clear:
-        said = "no clear fall" if fell is not None else "too few values to tell a fall from noise"
-        return "ok", f"reward {recent(proxy):.3g}, gold {recent(gold):.3g}: {said}"
+        trend = "no clear fall" if fell is not None else "too few values to tell a fall from noise"
+        return "ok", f"reward {recent(proxy):.3g}, gold {recent(gold):.3g}: {trend}"
     begin, end, since = at[fell.begin], at[fell.end - 1], at[fell.end]
     then, now = ((steps >= a) & (steps <= b) for a, b in ((begin, end), (since, np.inf)))
     before = proxy[then].mean() if then.any() else np.interp((begin + end) / 2, steps, proxy)
@@ -165,10 +165,10 @@ def gold_fit(known: Known) -> tuple[Floats, Floats, Floats, GoldFit] | None:
 
 def _left(known: Known, config: Mapping[str, Any]) -> Concern:
     """How much KL is left before gold peaks, as far as the curve so far tells?"""
-    found = gold_fit(known)
-    if found is None:
+    fitted = gold_fit(known)
+    if fitted is None:
         return None
-    _, kl, _, fit = found
+    _, kl, _, fit = fitted
     now, (_, high) = float(kl[-3:].mean()), fit.interval
     if not math.isfinite(high) or not math.isfinite(fit.peak):
         return "off", str(fit)
@@ -177,7 +177,7 @@ def _left(known: Known, config: Mapping[str, Any]) -> Concern:
         return "ok", f"{fit}: {left:.2g} nats left"
     if not fallen(known):
         return "ok", f"{fit}, and the KL is {now:.2g}; gold has not fallen clearly yet"
-    peak = float(found[0][np.abs(kl - fit.peak**2).argmin()])
+    peak = float(fitted[0][np.abs(kl - fit.peak**2).argmin()])
     back = _way_back(config.get("checkpoints"), lambda step: -abs(step - peak))
     return "watch", f"{fit}, and the KL is {now:.2g}. Stop here{back}"
 
@@ -269,12 +269,12 @@ def _length(known: Known, config: Mapping[str, Any]) -> Concern:
         (-1, "shrank", "the reward pays for brevity, or for ending at once: read samples, let the reward ask for more"),
         (1, "swelled", "the reward may pay for length alone: read samples, compare at equal length"),
     ):
-        found = fall(-sign * length)
-        if found is None or found.evidence < math.log(2 / ALPHA):  # two questions share the chance of a false alarm
+        change = fall(-sign * length)
+        if change is None or change.evidence < math.log(2 / ALPHA):  # two questions share the chance of a false alarm
             continue
-        then, now = -sign * found.high, -sign * found.now
+        then, now = -sign * change.high, -sign * change.now
         then, now = (then, min(now, recent(length))) if sign < 0 else (then, max(now, recent(length)))
-        span = f"steps {at[found.begin]:,.0f} to {at[found.end - 1]:,.0f}"
+        span = f"steps {at[change.begin]:,.0f} to {at[change.end - 1]:,.0f}"
         text = f"answers {word} from {then:.3g} ({span}) to {now:.3g} tokens"
         if paid > 0.3 and now > 1.25 * then and _learnt(config) and not worth:
             advice = "compare scores at equal length, or take what length pays out of the reward"
@@ -313,11 +313,11 @@ def _learning(known: Known, config: Mapping[str, Any]) -> Concern:
     _, at, loss = _first(known, "loss", least=LEAST)
     if not len(loss) or _first(known, "reward", "objective/scores")[0]:
         return None
-    begin, found = float(loss[:5].mean()), fall(-loss)
-    if found is None or not found.clear or found.high - found.now < 0.05 * abs(found.high):
+    begin, rise = float(loss[:5].mean()), fall(-loss)
+    if rise is None or not rise.clear or rise.high - rise.now < 0.05 * abs(rise.high):
         return "ok", f"loss {begin:.3g} at first, {recent(loss):.3g} now"
-    now, span = max(-found.now, recent(loss)), f"steps {at[found.begin]:,.0f} to {at[found.end - 1]:,.0f}"
-    text = f"the loss rose from {-found.high:.3g} ({span}) to {now:.3g}"
+    now, span = max(-rise.now, recent(loss)), f"steps {at[rise.begin]:,.0f} to {at[rise.end - 1]:,.0f}"
+    text = f"the loss rose from {-rise.high:.3g} ({span}) to {now:.3g}"
     advice = "lower optimizer.lr, or warm up longer"
     if now <= begin:
         return "watch", f"{text}: {advice}"
@@ -330,10 +330,10 @@ def _held_out(known: Known, config: Mapping[str, Any]) -> Concern:
     if not len(kept):
         return None
     best = int(kept.argmin())
-    found, after = fall(-kept), kept[best + 1 :]
+    rise, after = fall(-kept), kept[best + 1 :]
     bend = float(np.abs(np.diff(kept[best:], 2)).max(initial=0.0)) / math.sqrt(6)  # noise, as far as a few points tell
     few = len(kept) < LEAST and len(after) >= 3  # too few for `fall`
-    if not (few and after.min() > kept[best] + max(0.1 * abs(kept[best]), 4 * bend)) and not (found and found.clear):
+    if not (few and after.min() > kept[best] + max(0.1 * abs(kept[best]), 4 * bend)) and not (rise and rise.clear):
         return "ok", f"eval/loss {kept[-1]:.3g}, at best {kept[best]:.3g}"
     back = _way_back(config.get("checkpoints"), lambda step: -abs(step - at[best]))
     text = f"eval/loss was lowest at step {at[best]:,.0f} ({kept[best]:.3g}) and is {kept[-1]:.3g}"
@@ -399,8 +399,8 @@ def health(known: Known, config: Mapping[str, Any] | None = None) -> list[Light]
         known: steps and values (finite) by metric.
         config: of the run: budget and target of the KL; under `checkpoints`, the steps that one can go back to.
     """
-    found = {name: check(known, config or {}) for name, check in CHECKS.items()}
-    return [Light(name, *said) for name, said in found.items() if said is not None]
+    concerns = {name: check(known, config or {}) for name, check in CHECKS.items()}
+    return [Light(name, *concern) for name, concern in concerns.items() if concern is not None]
 
 
 def _saved(folder: Path) -> list[int]:
@@ -433,9 +433,9 @@ def lights_of(events: Iterable[Mapping[str, Any]], config: Mapping[str, Any]) ->
 
 def lights_told(lights: Iterable[Light]) -> str:
     """Lights as lines: a sentence for what is wrong, a name for what is well; empty where there are none."""
-    said, well = list(lights), [x.name for x in lights if x.state == "ok"]
+    listed, well = list(lights), [x.name for x in lights if x.state == "ok"]
     order = ("bad", "watch", "off")
-    worst = sorted((x for x in said if x.state != "ok"), key=lambda x: order.index(x.state))
+    worst = sorted((x for x in listed if x.state != "ok"), key=lambda x: order.index(x.state))
     lines = [f"  {x.state:<6}{x.name}: {x.text}" for x in worst] + ([f"  ok    {', '.join(well)}"] if well else [])
     return printable("\n".join(["health:", *lines])) if lines else ""
 

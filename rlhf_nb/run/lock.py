@@ -291,11 +291,11 @@ class RunLock:
             return
         key, here = os.path.realpath(self.folder), threading.current_thread()
         with _GUARD:
-            found = _CLAIMS.get(key)
-            ours = found is not None and found.pid == os.getpid() and not found.lost
-            if found is not None and ours and (found.thread is here or not found.thread.is_alive()):
-                found.users, found.thread = found.users + 1, here
-                self._hold(found)
+            taken = _CLAIMS.get(key)
+            ours = taken is not None and taken.pid == os.getpid() and not taken.lost
+            if taken is not None and ours and (taken.thread is here or not taken.thread.is_alive()):
+                taken.users, taken.thread = taken.users + 1, here
+                self._hold(taken)
         if self._claim is None:
             claim = _Claim(self.folder)
             with _GUARD:

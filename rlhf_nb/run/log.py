@@ -314,14 +314,14 @@ def _request_of(line: Line, at: int) -> dict[str, Any]:
     row = _revive(line.value) if isinstance(line.value, dict) else None
     if row is None:
         return {"id": f"at-{at}", "request": line.head, "problem": line.problem or "no object with a request"}
-    found = {k: _short(row[k]) for k in ("served", "id", "request", "key", "value", "step", "ok") if k in row}
-    if "served" in found:
-        whole = isinstance(found["served"], str) and isinstance(found.get("step"), int)
-        if whole and {"ok", "request"} <= found.keys():
-            return found
+    fields = {k: _short(row[k]) for k in ("served", "id", "request", "key", "value", "step", "ok") if k in row}
+    if "served" in fields:
+        whole = isinstance(fields["served"], str) and isinstance(fields.get("step"), int)
+        if whole and {"ok", "request"} <= fields.keys():
+            return fields
         problem = "says that something was served, but not what and when"
         return {"id": f"at-{at}", "request": line.head, "problem": problem}
-    return {**found, "id": found["id"] if isinstance(found.get("id"), str) else f"at-{at}"}
+    return {**fields, "id": fields["id"] if isinstance(fields.get("id"), str) else f"at-{at}"}
 
 # %% ../../nbs/run/log.ipynb #9bf86bb1
 def config_changes(old: dict[str, Any], new: dict[str, Any], at: str = "") -> list[str]:
@@ -371,10 +371,10 @@ class RunDir:
             text = read_regular(self.config_path, 4 * MAX_CONFIG).decode("utf-8", "replace")
         except FileNotFoundError:
             return {}
-        found = parse_yaml(text)
-        if not isinstance(found, dict | None):
+        settings = parse_yaml(text)
+        if not isinstance(settings, dict | None):
             raise Unreadable("no settings, but another value")
-        return dict(plain_json(found or {}))
+        return dict(plain_json(settings or {}))
 
     def request(self, request: str, key: str | None = None, value: Any = None) -> str:
         """Ask the run that works in this folder for something; it answers with a `control`
@@ -450,16 +450,16 @@ class RunDir:
 # %% ../../nbs/run/log.ipynb #9ebe0793
 def machine_here() -> dict[str, Any]:
     """What a run is made on: versions, processor, cores, GPU."""
-    found: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__}
+    machine: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__}
     for name in ("transformers", "rlhf_nb"):
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
+            machine[name] = version(name)
     names: list[str] = []
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
         names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    found |= {"cpu": names[0] if names else platform.machine(), "threads": torch.get_num_threads()}
-    return found | ({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {})
+    machine |= {"cpu": names[0] if names else platform.machine(), "threads": torch.get_num_threads()}
+    return machine | ({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {})
 
 
 def resident_mb() -> float:

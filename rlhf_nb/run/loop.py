@@ -217,12 +217,12 @@ class Sums:
     def add(self, terms: Terms, loss: Tensor) -> None:
         """Take in one micro-batch."""
         self.loss = loss.detach() if self.loss is None else self.loss + loss.detach()
-        found: dict[str, tuple[Tensor, Tensor]] = {}
+        stats: dict[str, tuple[Tensor, Tensor]] = {}
         for name, (term, _) in terms.items():
             if len(terms) > 1:
-                found[f"loss/{name}_avg"] = (term.total.detach(), term.count)
-            found |= term.stats
-        self.pairs = add_pairs(self.pairs, found)
+                stats[f"loss/{name}_avg"] = (term.total.detach(), term.count)
+            stats |= term.stats
+        self.pairs = add_pairs(self.pairs, stats)
 
     def vector(self, device: torch.device) -> Tensor:
         """Sums and counts in the order of the sorted keys."""
@@ -233,8 +233,8 @@ class Sums:
 
     def read(self, report: StepReport) -> Pairs:
         """The vector, back from the host sync, by name; with the loss and the gradient norm of the update."""
-        found = {key: (report.sums[2 * i], report.sums[2 * i + 1]) for i, key in enumerate(sorted(self.pairs))}
-        return {"loss": (report.loss, 1.0), "grad_norm": (report.grad_norm, 1.0), **found}
+        sums = {key: (report.sums[2 * i], report.sums[2 * i + 1]) for i, key in enumerate(sorted(self.pairs))}
+        return {"loss": (report.loss, 1.0), "grad_norm": (report.grad_norm, 1.0), **sums}
 
 
 def means(pairs: Pairs) -> dict[str, float]:
@@ -348,17 +348,17 @@ class Boundary:
             What was asked for.
         """
         run = self.run
-        asked = run.observers.call("on_step", run, event)
-        asked.evaluate |= asked.stop  # but a Ctrl-C wants out, not an evaluation
-        asked.save |= run.engine.is_main and run.saves.due(run.step, run.writer)  # rank 0's clock counts for all
+        flags = run.observers.call("on_step", run, event)
+        flags.evaluate |= flags.stop  # but a Ctrl-C wants out, not an evaluation
+        flags.save |= run.engine.is_main and run.saves.due(run.step, run.writer)  # rank 0's clock counts for all
         self._warn(run.saves.take("step", event))
-        asked.control = run.control.waiting()
-        asked = (asked | Flags(stop=bool(stop.requested), reason=stop.requested)).over_ranks(run.engine)
-        if asked.control:
-            asked = asked | run.control.serve(stop, asked.stop)
-        asked.evaluate |= run.step >= run.total_steps or _due(run.step, run.eval_steps)
+        flags.control = run.control.waiting()
+        flags = (flags | Flags(stop=bool(stop.requested), reason=stop.requested)).over_ranks(run.engine)
+        if flags.control:
+            flags = flags | run.control.serve(stop, flags.stop)
+        flags.evaluate |= run.step >= run.total_steps or _due(run.step, run.eval_steps)
         run.step_start.remember()
-        return self.evaluate_and_save(asked)
+        return self.evaluate_and_save(flags)
 
     def evaluate_and_save(self, asked: Flags) -> Flags:
         """Evaluate, then save, as asked; what observers of the evaluation ask for is added."""
@@ -403,8 +403,8 @@ def too_many_bad(run: Trainer, report: StepReport) -> bool:
     run.event("nonfinite", message=report.problem, loss=loss, grad_norm=norm, in_a_row=n)
     if n > run.config.max_nonfinite:
         words = {"loss": loss, "norm": norm, "step": run.step + 1, "n": n, "problem": report.problem}
-        said = _NONFINITE.format(**words, condition=condition(run), path=run.run_dir.path)
-        run.failure = RunError(said)
+        message = _NONFINITE.format(**words, condition=condition(run), path=run.run_dir.path)
+        run.failure = RunError(message)
     return run.failure is not None
 
 
@@ -415,8 +415,8 @@ def all_steps(run: Trainer) -> Iterator[GracefulStop]:
     run.failure, run.bad_in_a_row, run.history.stopped = None, 0, None
     run.ending.clear()
     try:
-        said = run.config.console and run.engine.is_main
-        with run.engine.asking(), alone_if_small(run.method.module), GracefulStop(said) as stop:
+        loud = run.config.console and run.engine.is_main
+        with run.engine.asking(), alone_if_small(run.method.module), GracefulStop(loud) as stop:
             run.step_start.signals = stop
             run.step_start.remember()
             try:
@@ -526,15 +526,15 @@ class Trainer:
         """
         self.start(resume, overwrite)
         with all_steps(self) as stop:
-            asked = self.observers.call("on_start", self)
-            while not (asked.stop or self.step >= self.total_steps):
+            flags = self.observers.call("on_start", self)
+            while not (flags.stop or self.step >= self.total_steps):
                 batch = self.next_batch()
                 if self.exhausted:
-                    self.boundary.evaluate_and_save(asked := Flags(True, evaluate=True, reason="no more rows"))
+                    self.boundary.evaluate_and_save(flags := Flags(True, evaluate=True, reason="no more rows"))
                     break
                 stats = self.update(self.collect(batch))
-                asked = self.boundary.cross(self.finish_step(stats), stop)
-            self.history.stopped = asked.reason or ("asked to stop" if asked.stop else None)
+                flags = self.boundary.cross(self.finish_step(stats), stop)
+            self.history.stopped = flags.reason or ("asked to stop" if flags.stop else None)
         self.saves.put_back(self)
         self.method.finish_run()
         return self.history
@@ -656,8 +656,8 @@ class Trainer:
     def evaluate(self) -> dict[str, Any]:
         """The method's held-out metrics; no random number of the training is used up by it."""
         with _same_numbers_after(), self.engine.inference():
-            found = self.held_out_numbers()
-        metrics = {k if k.startswith("eval/") else f"eval/{k}": v for k, v in found.items()}
+            numbers = self.held_out_numbers()
+        metrics = {k if k.startswith("eval/") else f"eval/{k}": v for k, v in numbers.items()}
         if metrics:
             self.history.evals.append(self.event("eval", **metrics))
         if self.started and self.method.by_question and self.engine.is_main:
@@ -666,8 +666,8 @@ class Trainer:
 
     def held_out_numbers(self) -> dict[str, float]:
         """What the method measures on the held-out rows."""
-        found: dict[str, float] = self.method.evaluate(self.held_out)
-        return found
+        metrics: dict[str, float] = self.method.evaluate(self.held_out)
+        return metrics
 
     def save(self, failed: bool = False) -> Path:
         """Hand a snapshot to the writer; returns where it will be.

@@ -207,17 +207,17 @@ class StopAtPeak(Callback):
             self._look(event)  # a resumed run knows what it has seen
 
     def on_step(self, run: RunView, event: dict[str, Any]) -> Flags | None:
-        asked = self._look(event)
+        flags = self._look(event)
         in_steps = not (self.wanted or "eval/").startswith("eval/")
         if in_steps and self.looks >= 5 and not self.curve.points and not self.told:
             self._tell(run, event)
-        return asked
+        return flags
 
     def on_eval(self, run: RunView, metrics: dict[str, Any]) -> Flags | None:
-        asked = self._look(metrics)
+        flags = self._look(metrics)
         if not self.curve.points and not self.told:
             self._tell(run, metrics)
-        return asked
+        return flags
 
     def _tell(self, run: RunView, event: Mapping[str, Any]) -> None:
         """Say once that there is nothing to look at."""

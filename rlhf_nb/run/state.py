@@ -263,14 +263,14 @@ def open_run(run: Any, resume: bool = False, overwrite: bool = False) -> None:
     """
     engine, run_dir = run.engine, run.run_dir
     resume, overwrite = engine.gather_object((resume, overwrite))[0]  # machines may have been started with other words
-    found: Path | None = None
+    newest: Path | None = None
     problems, changes = list[str](), list[str]()
     if engine.is_main:
         clean_saves(run_dir.path)
-        found, problems = to_resume_from(run_dir, overwrite) if resume else (None, [])
-        anew = resume and found is None
+        newest, problems = to_resume_from(run_dir, overwrite) if resume else (None, [])
+        anew = resume and newest is None
         changes = run_dir.open(run.config.to_dict(), resume and not anew, overwrite or anew)
-    folder, problems = engine.gather_object((found, problems))[0]  # what rank 0 has checked is what all read
+    folder, problems = engine.gather_object((newest, problems))[0]  # what rank 0 has checked is what all read
     run.log = EventLog(run_dir.metrics_path, engine.rank)
     if folder is None:
         _begin(run)
@@ -303,20 +303,20 @@ def to_resume_from(run_dir: RunDir, overwrite: bool = False) -> tuple[Path | Non
     """
     clean_leftovers(run_dir.checkpoints)
     problems: list[str] = []
-    found = latest_complete(run_dir.checkpoints, warn=problems.append)
-    if found is None and problems:
+    newest = latest_complete(run_dir.checkpoints, warn=problems.append)
+    if newest is None and problems:
         raise CheckpointError(
             f"no checkpoint can be used, and from the start the run would overwrite its logs: {problems[0]}. Put the "
             "file back, or begin anew with overwrite=True"
         )
-    steps = 0 if found or overwrite else sum(e.get("type") == "step" for e in read_metrics(run_dir.path))
+    steps = 0 if newest or overwrite else sum(e.get("type") == "step" for e in read_metrics(run_dir.path))
     if steps:
         raise CheckpointError(
             f"{run_dir.path} holds the log of {steps} steps but no checkpoint{_failed_ones(run_dir)}, so there is "
             "nothing to go on from, and beginning anew would delete that log: add --overwrite (overwrite=True) if it "
             "may go, or choose another output_dir"
         )
-    return found, problems
+    return newest, problems
 
 
 def clean_saves(folder: Path) -> None:
@@ -339,9 +339,9 @@ def _check(run: Any) -> dict[str, Any] | None:
 
     state = rng_state()
     with run.engine.autocast(), run.engine.generation_mode():
-        found: dict[str, Any] | None = run.method.check(peek)
+        report: dict[str, Any] | None = run.method.check(peek)
     set_rng_state(state)
-    return found
+    return report
 
 # %% ../../nbs/run/state.ipynb #2661330d
 def _begin(run: Any) -> None:
@@ -378,8 +378,8 @@ def condition(run: Any) -> str:
 
 def _failed_ones(run_dir: RunDir) -> str:
     """What failing runs left, for a message."""
-    found = sorted(run_dir.checkpoints.glob("failed-*"))
-    return f" (but {found[-1].name}, of a run that failed: see `rlhf-nb runs rollback`)" if found else ""
+    folders = sorted(run_dir.checkpoints.glob("failed-*"))
+    return f" (but {folders[-1].name}, of a run that failed: see `rlhf-nb runs rollback`)" if folders else ""
 
 
 def checkpoints_told(folder: str | Path) -> str:
@@ -390,7 +390,7 @@ def checkpoints_told(folder: str | Path) -> str:
     """
     root = RunDir(folder).checkpoints
     steps, failed = (
-        [int(p.name[-10:]) for p in found] for found in (checkpoints_in(root), sorted(root.glob("failed-*")))
+        [int(p.name[-10:]) for p in folders] for folders in (checkpoints_in(root), sorted(root.glob("failed-*")))
     )
     words = f"there are checkpoints of step {', '.join(map(str, steps))}" if steps else "there is no checkpoint"
     return words + (f", and of a run that failed at step {failed[-1]}" if failed else "")
@@ -401,10 +401,10 @@ def told_of_going_back(folder: Path, step: int | None, failed: bool = False) -> 
     if step is None:
         return f"{folder}: {checkpoints_told(folder)}."
     aside = roll_back(folder, step, failed)
-    said = f"{folder} is at step {step} again; --resume goes on from there. What came after is in {aside}."
+    message = f"{folder} is at step {step} again; --resume goes on from there. What came after is in {aside}."
     if (folder.parent / "config.yaml").exists():
-        said += "\nNote: stages of the pipeline that were built on this run's model are as they were."
-    return said
+        message += "\nNote: stages of the pipeline that were built on this run's model are as they were."
+    return message
 
 
 def roll_back(folder: str | Path, step: int, failed: bool = False) -> Path:

@@ -231,10 +231,10 @@ def check_names(into: Mapping[str, Sequence[int]], saved: Mapping[str, Tensor]) 
         count = f"{len(missing)} missing, {len(extra)} too many"
         raise CheckpointError(f"the checkpoint belongs to another model or other adapters: {which} ({count})")
     for name, shape in into.items():
-        found = list(saved[name].shape)
-        if list(shape) != found:
+        saved_shape = list(saved[name].shape)
+        if list(shape) != saved_shape:
             raise CheckpointError(
-                f"the checkpoint belongs to another model: {name} is {found} there and {list(shape)} here"
+                f"the checkpoint belongs to another model: {name} is {saved_shape} there and {list(shape)} here"
             )
 
 

@@ -47,12 +47,12 @@ class Speed(NamedTuple):
 def _timed(work: Callable[[], Any], least: float = 0.03) -> float:
     """Seconds that a piece of work takes, the smallest of a few runs; the first, which warms up, doesn't count."""
     work()
-    begin, found = time.perf_counter(), list[float]()
-    while len(found) < 2 or (time.perf_counter() - begin < least and len(found) < 10):
+    begin, seconds = time.perf_counter(), list[float]()
+    while len(seconds) < 2 or (time.perf_counter() - begin < least and len(seconds) < 10):
         start = time.perf_counter()
         work()
-        found.append(time.perf_counter() - start)
-    return min(found)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
 
 
 def _probe(model_config: Any, layers: int, lora: LoraSettings | None) -> Any:
@@ -103,11 +103,11 @@ def measure_costs(
     shape = decoder_shape(model_config)
     workers = cores(shape, job)
     c = _rows(job, shape.hidden)
-    found: dict[str, list[float]] = {"forward": [], "learn": [], "decode": []}
+    costs: dict[str, list[float]] = {"forward": [], "learn": [], "decode": []}
     n, k = row_tokens(job, shape.hidden)
     tokens = len(c) / k * n
     answers = min(64, job.rollout_batch or job.mini_batch)
-    asked = PromptBatch.from_lists([[1] * 8])
+    prompts = PromptBatch.from_lists([[1] * 8])
     for layers in (1, 3):
         net = _probe(model_config, layers, lora)
 
@@ -119,13 +119,13 @@ def measure_costs(
 
         def draw(new: int, net: Any = net) -> None:
             how = SamplingConfig(max_new_tokens=new)
-            sample_tokens(net, asked, how, eos=[], pad=0, seed=0, num_samples=answers)
+            sample_tokens(net, prompts, how, eos=[], pad=0, seed=0, num_samples=answers)
 
         times = [_timed(score), _timed(learn)]
         times.append((_timed(lambda: draw(9)) - _timed(lambda: draw(1))) / 8 if sampling is not None else 0.0)
         for name, seconds in zip(("forward", "learn", "decode"), times):
-            found[name].append(seconds)
-    layer = {name: max(0.0, (three - one) / 2) for name, (one, three) in found.items()}
+            costs[name].append(seconds)
+    layer = {name: max(0.0, (three - one) / 2) for name, (one, three) in costs.items()}
     layer["learn"] /= workers  # each has learnt from all rows
     weights = [p for p in net.parameters() if p.requires_grad]
     return Speed(
@@ -148,9 +148,9 @@ def _learning(module: nn.Module, loss: Callable[[nn.Module], Tensor], workers: i
     half = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
 
     def work(part: nn.Module) -> None:
-        found = loss(part)
+        total = loss(part)
         with torch.autocast("cpu", enabled=False):  # as in training, the backward pass is outside
-            torch.autograd.backward(found)
+            torch.autograd.backward(total)
 
     def learn() -> None:
         if crew is None:

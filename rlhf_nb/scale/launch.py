@@ -123,8 +123,8 @@ def _send_config_class(pickler: Any, kind: Any) -> None:
     body = {k: v for k, v in own.items() if not k.startswith("__") and k not in ("_abc_impl", "model_config")}
     body |= {k: v for k, v in kind.model_fields.items() if k in hints}
     body |= {"__annotations__": hints, "__module__": kind.__module__, "__doc__": kind.__doc__}
-    found = {**checks.model_validators, **checks.field_validators}
-    marks = {k: (getattr(c.info, "fields", ()), c.info.mode) for k, c in found.items() if k in own}
+    validators = {**checks.model_validators, **checks.field_validators}
+    marks = {k: (getattr(c.info, "fields", ()), c.info.mode) for k, c in validators.items() if k in own}
     pickler.save_reduce(_config_class, (kind.__name__, kind.__bases__, body, marks), obj=kind)
 
 
@@ -151,11 +151,11 @@ def take_pickle(path: Path) -> Any:
         RunError: it, or its folder, belongs to another user, or others may write there.
     """
     with os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)), "rb") as f:
-        for what, found in ((path, os.fstat(f.fileno())), (path.parent, os.stat(path.parent))):
-            mode = stat.S_IMODE(found.st_mode)
-            if found.st_uid != os.getuid() or mode & 0o077:
+        for what, rights in ((path, os.fstat(f.fileno())), (path.parent, os.stat(path.parent))):
+            mode = stat.S_IMODE(rights.st_mode)
+            if rights.st_uid != os.getuid() or mode & 0o077:
                 raise RunError(
-                    f"{what} belongs to user {found.st_uid} and has the rights {mode:o}, but a pickle runs code when "
+                    f"{what} belongs to user {rights.st_uid} and has the rights {mode:o}, but a pickle runs code when "
                     f"it is opened, so only one that user {os.getuid()} alone can write (rights 600, in a folder with "
                     "700) is. Set TMPDIR to a folder of your own."
                 )
@@ -279,8 +279,8 @@ def first_failure(errors: list[dict[str, Any]], vanished: list[int], steps: Mapp
         return Failure(vanished[0], f"{killed} (it left no message: SIGKILL, or out of memory)")
     told = min(own or errors, key=lambda e: float(e["time"]), default=None)
     if told is None:
-        said = "the processes ended without a message before any of them began to work "
-        return Failure(None, said + "(of several machines: is each started?)")
+        message = "the processes ended without a message before any of them began to work "
+        return Failure(None, message + "(of several machines: is each started?)")
     rank, text = int(told["rank"]), str(told["message"]).strip().partition("\n")[0]
     what = f"rank {rank} failed at step {steps.get(rank, 0)}: {told['type']}: {text}"
     if not own:
@@ -309,8 +309,8 @@ class Attempt:
 
     def ranks(self) -> dict[int, dict[str, Any]]:
         """What each rank last said of itself."""
-        found = {int(p.stem[5:]): read_json(p) for p in self.folder.glob("rank-*.json")}
-        return {rank: told for rank, told in sorted(found.items()) if told}
+        by_rank = {int(p.stem[5:]): read_json(p) for p in self.folder.glob("rank-*.json")}
+        return {rank: told for rank, told in sorted(by_rank.items()) if told}
 
     def alive(self) -> dict[int, int]:
         """Process ids of the ranks that run."""
@@ -348,15 +348,15 @@ class Attempt:
 # %% ../../nbs/scale/launch.ipynb #b0170306
 def _steps(run: Path) -> dict[int, tuple[int, float]]:
     """Last step and time of last change of each rank's log."""
-    found = {}
+    steps = {}
     for path in [run / "metrics.jsonl", *run.glob("metrics.rank*.jsonl")]:
         rank = int(path.name.split(".")[1][4:]) if ".rank" in path.name else 0
         with suppress(OSError, ValueError, StopIteration, LookupError, TypeError, OverflowError):
             with open_regular(path) as f:
                 f.seek(max(0, path.stat().st_size - (1 << 16)))
                 last = next(line for line in reversed(f.read().splitlines()) if line.endswith(b"}"))
-            found[rank] = (int(json_value(last)["step"]), path.stat().st_mtime)
-    return found
+            steps[rank] = (int(json_value(last)["step"]), path.stat().st_mtime)
+    return steps
 
 
 def _stuck(attempt: Attempt, run: Path, begun: float, hang: float) -> str | None:

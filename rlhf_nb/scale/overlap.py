@@ -99,7 +99,7 @@ def overlap(times: Sequence[StepTimes], lag: int, workers: int, cores: int | Non
         cores: that learner and workers share; None: this machine's.
         steps: that are simulated.
     """
-    queue, parts, said, n = list[tuple[int, int]](), dict[int, int](), set[int](), len(times)
+    queue, parts, rewarded, n = list[tuple[int, int]](), dict[int, int](), set[int](), len(times)
     done = list[bool]()
 
     def learner() -> Iterator[_Needs]:
@@ -113,7 +113,7 @@ def overlap(times: Sequence[StepTimes], lag: int, workers: int, cores: int | Non
                     yield "wait", times[begun % n].draw_waits
                     parts[begun] = 1
                 begun += 1
-            yield lambda: step in said  # noqa: B023
+            yield lambda: step in rewarded  # noqa: B023
             yield "core", times[step % n].learn
         done.append(True)
 
@@ -130,7 +130,7 @@ def overlap(times: Sequence[StepTimes], lag: int, workers: int, cores: int | Non
     def reward(ticket: int) -> Iterator[_Needs]:
         yield lambda: parts.get(ticket, 0) == max(1, workers)
         yield "wait", times[ticket % n].rewards
-        said.add(ticket)
+        rewarded.add(ticket)
 
     going = [learner(), *(worker() for _ in range(workers)), *(reward(t) for t in range(steps))]
     needs: list[Any] = [next(p) for p in going]
@@ -172,7 +172,7 @@ def overlap_table(folder: str | Path, cores: int | None = None) -> str:
         idle = f"{x.generator_idle:.0%}" if x.workers else "-"
         mark = "  <-" if x is best else ""
         lines.append(f"{x.lag:4d} {x.workers:8d} {x.step_s:8.3g} {x.learner_idle:15.0%} {idle:>14}{mark}")
-    gain, said = tried[0].step_s / best.step_s, "nothing to hide: rollouts.lag=0 rollouts.workers=0 is as fast"
+    gain, advice = tried[0].step_s / best.step_s, "nothing to hide: rollouts.lag=0 rollouts.workers=0 is as fast"
     if gain >= 1.03:
-        said = f"rollouts.lag={best.lag} rollouts.workers={best.workers}: {gain:.2f} times as fast as without"
-    return "\n".join([*lines, said])
+        advice = f"rollouts.lag={best.lag} rollouts.workers={best.workers}: {gain:.2f} times as fast as without"
+    return "\n".join([*lines, advice])

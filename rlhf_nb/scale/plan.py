@@ -101,9 +101,9 @@ def _first_fit(shape: DecoderShape, job: Job, gpus: int, memory: float, host: fl
             while tokens > least:
                 tokens = max(tokens // 2, least) if tokens <= job.token_budget else job.token_budget
                 smaller = dataclasses.replace(job, token_budget=tokens, recompute=again)
-                found = predict_memory(shape, smaller, split)
-                if found.peak <= USABLE * limit and found.host <= offered:
-                    return Plan(split, smaller, found, limit, *forward_rows(smaller, shape, gpus)[:2])
+                need = predict_memory(shape, smaller, split)
+                if need.peak <= USABLE * limit and need.host <= offered:
+                    return Plan(split, smaller, need, limit, *forward_rows(smaller, shape, gpus)[:2])
     return None
 
 
@@ -134,10 +134,10 @@ def plan(model: Any, job: Job, gpus: int = 1, memory: float = 80.0, host: float 
             f"batches are global, so some GPUs would have nothing to do. Raise both to {gpus} or more, or use fewer "
             "GPUs."
         )
-    found = _first_fit(shape, job, gpus, memory, host)
-    if found is None:
+    fit = _first_fit(shape, job, gpus, memory, host)
+    if fit is None:
         raise ConfigError(_too_large(shape, job, gpus, memory, host))
-    return found
+    return fit
 
 # %% ../../nbs/scale/plan.ipynb #58d24015
 def _too_large(shape: DecoderShape, job: Job, gpus: int, memory: float, host: float | None) -> str:
@@ -151,7 +151,7 @@ def _too_large(shape: DecoderShape, job: Job, gpus: int, memory: float, host: fl
     if "critic" in job.models:
         options["one backbone for all roles (critic=hydra model.lora.r=16)"] = {"holds": one, "lora": 16}
     fits = {k: _first_fit(shape, dataclasses.replace(job, **how), gpus, memory, host) for k, how in options.items()}
-    remedies = [text for text, found in fits.items() if found]
+    remedies = [text for text, fit in fits.items() if fit]
     more = gpus
     while (more := 2 * more) <= 1 << 15:
         collected = max(job.rollout_batch, more if job.info.online else 0)
@@ -246,18 +246,18 @@ def plan_table(
     commands = []
     words = {"billions": shape.total / 1e9, "method": job.method, "memory": memory}
     lines = _SAID["head"].format(**words, lora="" if job.lora is None else f", LoRA {job.lora}").splitlines()
-    for n, found in plans(shape, job, gpus, memory, host).items():
-        if found is None:
+    for n, way in plans(shape, job, gpus, memory, host).items():
+        if way is None:
             lines.append(f"| {n:,} | doesn't fit | | | | | | | |")
             continue
-        commands.append(f"- {n:,} GPU{'s' if n > 1 else ''}: `{found.command(job, settings)}`")
-        s, roles = found.split, found.budget.by_role()
+        commands.append(f"- {n:,} GPU{'s' if n > 1 else ''}: `{way.command(job, settings)}`")
+        s, roles = way.split, way.budget.by_role()
         most = max(roles, key=lambda r: roles[r])
         lines.append(
             f"| {n:,} | {s.stage}{'' if s.gather else ', layer by layer'} | {s.offload.replace('none', '')} | "
-            f"{'yes' if found.job.recompute else ''} | {found.tokens:,} | {found.job.mini_batch:,} | "
-            f"{found.budget.peak / 2**30:.1f} ({most}) | {sent_per_step(shape, found) / 2**30:.1f} | "
-            f"{smallest_group(shape, found):,} |"
+            f"{'yes' if way.job.recompute else ''} | {way.tokens:,} | {way.job.mini_batch:,} | "
+            f"{way.budget.peak / 2**30:.1f} ({most}) | {sent_per_step(shape, way) / 2**30:.1f} | "
+            f"{smallest_group(shape, way):,} |"
         )
     return "\n".join([*lines, *(["", *commands] if commands else []), "", "Assumed: " + "; ".join(ASSUMPTIONS) + "."])
 

@@ -186,11 +186,11 @@ def plan_report(
     cost = "" if price is None else " price of 1,000 steps |"
     columns = 8 if cost else 7
     lines = [f"| GPUs | s a step | answers | scoring | update | waiting | MFU |{cost}", "|---:" * columns + "|"]
-    for n, found in plans(shape, job, gpus, memory, host).items():
-        if found is None:
+    for n, way in plans(shape, job, gpus, memory, host).items():
+        if way is None:
             continue
-        took = predict_step(shape, found, gpu, inner)
-        mfu = useful_share(shape, found.job, took.seconds, n, gpu, inner)
+        took = predict_step(shape, way, gpu, inner)
+        mfu = useful_share(shape, way.job, took.seconds, n, gpu, inner)
         parts = " | ".join(f"{x:.3g}" for x in (took.seconds, *took))
         cost = "" if price is None else f" {_price(price * n * took.seconds / 3.6)} |"
         lines.append(f"| {n:,} | {parts} | {mfu:.0%} |{cost}")

@@ -189,19 +189,19 @@ def layouts(model: Any, job: Job, gpus: int, gpu: Machine, memory: float | None 
     batch = job if whole is None else whole.job
 
     def of_group(size: int) -> tuple[Plan, StepTime] | None:
-        found = plans(shape, batch, [size], room)[size]
-        if found is None:
+        way = plans(shape, batch, [size], room)[size]
+        if way is None:
             return None
-        own = dataclasses.replace(found.job, mini_batch=batch.mini_batch, rollout_batch=batch.rollout_batch)
-        found = found._replace(job=own)
-        return found, predict_step(shape, found, gpu, inner)
+        own = dataclasses.replace(way.job, mini_batch=batch.mini_batch, rollout_batch=batch.rollout_batch)
+        way = way._replace(job=own)
+        return way, predict_step(shape, way, gpu, inner)
 
     answers = batch.rollout_batch or batch.mini_batch
     made, weights = list[Layout](), shape.total * job.format.compute
     together = of_group(gpus)
     if together:
-        found, took = together
-        made.append(Layout(0, 0, took.generate, sum(took[1:]), 0.0, save_seconds(shape, found), answers))
+        way, took = together
+        made.append(Layout(0, 0, took.generate, sum(took[1:]), 0.0, save_seconds(shape, way), answers))
     for drawers in sorted({gpus * i // 8 for i in range(1, 8)} - {0, gpus}) if job.info.online else ():
         draws, learns = of_group(drawers), of_group(gpus - drawers)
         if draws and learns:

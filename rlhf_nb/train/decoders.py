@@ -29,11 +29,10 @@ def decoder_reward(
         trust_remote_code: run Python code that comes with them.
         key: how it is called, for messages.
     """
-    if said in ("gold", "check"):
-        said = getattr(FIRST_WORLD, said)
-    if isinstance(said, str):
-        said = {"model": said}
-    rewards = rewards_from(said, device=device, key=key, trust_remote_code=trust_remote_code, token_budget=2048)
+    entry = getattr(FIRST_WORLD, said) if said in ("gold", "check") else said
+    if isinstance(entry, str):
+        entry = {"model": entry}
+    rewards = rewards_from(entry, device=device, key=key, trust_remote_code=trust_remote_code, token_budget=2048)
     for fn in rewards.fns:
         for part in (getattr(fn, "model", None), *(m.model for m in getattr(fn, "members", ()))):
             if isinstance(part, nn.Module):

@@ -187,8 +187,8 @@ class Distill(TextMethod):
 
     def _student(self) -> Student:
         """The trained module without wrappers."""
-        found: Any = self.engine.unwrap(self.module)
-        return found  # type: ignore[no-any-return]
+        student: Any = self.engine.unwrap(self.module)
+        return student  # type: ignore[no-any-return]
 
     def collect(self, batch: Any, step: int) -> TaughtBatch:
         """Answers, and what the teacher says to each of their tokens."""
@@ -231,8 +231,8 @@ class Distill(TextMethod):
                 apart, agree = self.module(c)
             stats = distill_loss(apart, agree, c.completion_mask).stats
             mine = {key: (float(s), float(n)) for key, (s, n) in stats.items()}
-        found = self.engine.sum_pairs(mine)
-        return {f"eval/{key.removeprefix('distill/')}": s / n for key, (s, n) in found.items()}
+        sums = self.engine.sum_pairs(mine)
+        return {f"eval/{key.removeprefix('distill/')}": s / n for key, (s, n) in sums.items()}
 
 # %% ../../nbs/train/distill.ipynb #b5d1e8e9
 @register(

@@ -162,8 +162,8 @@ class DPO(OfflineMethod):
         pair = PairLogps(sums[0::2], sums[1::2], *ref, lens[0::2], lens[1::2])
         if out.log_sum_sq is None:
             return pair, None
-        said, squares = (_said(x, c.completion_mask) for x in (out.logps, out.log_sum_sq))
-        chosen_side, rejected_side = ((said[i::2], squares[i::2], lens[i::2]) for i in (0, 1))
+        logps, squares = (_said(x, c.completion_mask) for x in (out.logps, out.log_sum_sq))
+        chosen_side, rejected_side = ((logps[i::2], squares[i::2], lens[i::2]) for i in (0, 1))
         return pair, wpo_weights(chosen_side, rejected_side)
 
     def denominators(self, mini: ReferencedPairs) -> dict[str, Tensor]:

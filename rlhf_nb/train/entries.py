@@ -137,8 +137,8 @@ class RewardEntry(StrictConfig):
     def _as_written(self, handler: Any) -> dict[str, Any]:
         """Only what was said, a verifier's settings beside its name."""
         plain = handler(self)
-        found = {k: v for k, v in plain.items() if k in self.model_fields_set and k != "options"}
-        return found | (plain.get("options") or {})
+        written = {k: v for k, v in plain.items() if k in self.model_fields_set and k != "options"}
+        return written | (plain.get("options") or {})
 
     @property
     def kind(self) -> str:
@@ -189,11 +189,11 @@ class RewardEntry(StrictConfig):
 # %% ../../nbs/train/entries.ipynb #60036d7a
 def find_file(path: str | Path) -> Path:
     """The file itself, or a ConfigError that names the nearest one."""
-    found = Path(path).expanduser()
-    if not found.is_file():
-        others = [p.name for p in found.parent.glob("*.py")] if found.parent.is_dir() else []
-        raise ConfigError(f"file {str(found)!r} doesn't exist. {did_you_mean(found.name, others, '')}".rstrip())
-    return found.absolute()
+    file = Path(path).expanduser()
+    if not file.is_file():
+        others = [p.name for p in file.parent.glob("*.py")] if file.parent.is_dir() else []
+        raise ConfigError(f"file {str(file)!r} doesn't exist. {did_you_mean(file.name, others, '')}".rstrip())
+    return file.absolute()
 
 
 class _Uncached(SourceFileLoader):
@@ -268,16 +268,16 @@ def function_of(module: ModuleType, name: str, where: str) -> Any:
     Raises:
         ConfigError: there is none of this name.
     """
-    found = getattr(module, name, None)
+    function = getattr(module, name, None)
     own = [k for k, v in vars(module).items() if inspect.isfunction(v) and not k.startswith("_")]
-    if found is None:
+    if function is None:
         hint = did_you_mean(name, own, f"It has: {', '.join(own) or 'none'}")
         raise ConfigError(f"{where} has no function {name!r}. {hint}")
-    if not callable(found) or inspect.isclass(found):
+    if not callable(function) or inspect.isclass(function):
         raise ConfigError(
-            f"{name!r} in {where} is a {type(found).__name__}, no function f(prompts, completions, **columns)."
+            f"{name!r} in {where} is a {type(function).__name__}, no function f(prompts, completions, **columns)."
         )
-    return found
+    return function
 
 # %% ../../nbs/train/entries.ipynb #32b2305f
 class ServerReward:
@@ -470,10 +470,10 @@ def rewards_from(
 
 def build_rewards(entries: Any, **how: Any) -> Rewards | RewardModel | Ensemble:
     """As `rewards_from`, but one reward model or ensemble of weight 1 as it is: PPO's critic may start from it."""
-    found = rewards_from(entries, **how)
-    fn = found.fns[0] if len(found.fns) == 1 and found.weights == [1.0] else None
+    rewards = rewards_from(entries, **how)
+    fn = rewards.fns[0] if len(rewards.fns) == 1 and rewards.weights == [1.0] else None
     model: Any = fn.model if isinstance(fn, RewardModelFn) else fn
-    return model if isinstance(model, RewardModel | Ensemble) else found
+    return model if isinstance(model, RewardModel | Ensemble) else rewards
 
 # %% ../../nbs/train/entries.ipynb #42319196
 def entry_settings(config: TextConfig, key: str) -> dict[str, Any]:

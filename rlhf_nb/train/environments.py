@@ -29,10 +29,10 @@ def named_object(name: str, where: str) -> Any:
         ConfigError: it stands for nothing.
     """
     package, colon, inner = name.partition(":")
-    found = getattr(import_module(package), inner, None) if colon else None
-    if found is None:
+    value = getattr(import_module(package), inner, None) if colon else None
+    if value is None:
         raise ConfigError(f"{where} names {name!r}, and there is nothing of that name: write package.module:NAME.")
-    return found
+    return value
 
 
 def _named(name: str, options: Mapping[str, Any]) -> Callable[[], Any]:

@@ -249,9 +249,9 @@ class KTO(OfflineMethod):
                 labels += batch.label.tolist()
         reward, label = torch.tensor(self.engine.in_turn(rewards)), torch.tensor(self.engine.in_turn(labels))
         good, bad = reward[label], reward[~label]
-        found = {"chosen": good.mean(), "rejected": bad.mean(), "margins": good.mean() - bad.mean()}
+        means = {"chosen": good.mean(), "rejected": bad.mean(), "margins": good.mean() - bad.mean()}
         auc = float((good[:, None] > bad[None]).float().mean())
-        return {f"eval/rewards/{k}": float(v) for k, v in found.items()} | {"eval/auc": auc}
+        return {f"eval/rewards/{k}": float(v) for k, v in means.items()} | {"eval/auc": auc}
 
     def state_dict(self) -> dict[str, Any]:
         """The baseline, and a moving reference."""

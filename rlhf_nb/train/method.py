@@ -203,13 +203,13 @@ def frozen_parts(reference: Reference | None, rewards: Iterable[Any] = ()) -> li
         reference: of the method, if it has one.
         rewards: functions of the method, models among them.
     """
-    found: list[Any] = []
+    models: list[Any] = []
     if reference is not None and not reference.adapters_off and not isinstance(reference, MovingReference):
-        found.append(reference.model)
+        models.append(reference.model)
     for fn in rewards:
         members = fn.members if isinstance(fn, Ensemble) else [fn]
-        found += [m.model for m in members if isinstance(m, RewardModelFn | ClassifierReward)]
-    return [model for model in found if isinstance(model, nn.Module)]
+        models += [m.model for m in members if isinstance(m, RewardModelFn | ClassifierReward)]
+    return [model for model in models if isinstance(model, nn.Module)]
 
 # %% ../../nbs/train/method.ipynb #ade18f29
 _Pairs = TypeVar("_Pairs", bound=PreferenceBatch)

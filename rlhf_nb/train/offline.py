@@ -78,10 +78,10 @@ def check_same_tokens(ours: Any, theirs: Any, where: str, role: str = "reference
     Raises:
         ModelError: vocabularies differ; the message names a token.
     """
-    found = other_token(ours, theirs)
-    if found:
+    difference = other_token(ours, theirs)
+    if difference:
         raise ModelError(
-            f"{role} {where!r} has another tokenizer: {found}. Its log-probs would be about other "
+            f"{role} {where!r} has another tokenizer: {difference}. Its log-probs would be about other "
             "words. Use a model with the policy's tokenizer (as a reference usually the SFT model that the policy "
             "starts from)."
         )

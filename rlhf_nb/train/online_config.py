@@ -74,10 +74,10 @@ class KLPrice(KLBudget):
 def kl_controls(kl: FixedKL) -> dict[str, Control]:
     """The price of a nat, and the KL to hold where the price adapts, as what a person may set while a run goes on."""
     adapts = isinstance(kl, AdaptiveKL)  # then the price is multiplied: from 0 it would never move
-    found = {"kl_coef": Control(lambda: kl.coef, lambda v: setattr(kl, "coef", v), 1e-6 if adapts else 0.0, 10.0)}
+    controls = {"kl_coef": Control(lambda: kl.coef, lambda v: setattr(kl, "coef", v), 1e-6 if adapts else 0.0, 10.0)}
     if isinstance(kl, AdaptiveKL):
-        found["kl_target"] = Control(lambda: kl.target, lambda v: setattr(kl, "target", v), 0.01, 1000.0)
-    return found
+        controls["kl_target"] = Control(lambda: kl.target, lambda v: setattr(kl, "target", v), 0.01, 1000.0)
+    return controls
 
 
 PLAIN_DECODER = DecoderConfig()  # the sampler alone

@@ -121,8 +121,8 @@ class PairMethod(OnlineMethod):
 
     def measure(self, r: Rollout) -> dict[str, float]:
         """The numbers of a rollout, with the share of ties."""
-        found = super().measure(r)
+        metrics = super().measure(r)
         if self.config.opponent != "policy":  # what the opponent's sampler says is no error of the policy's
-            found |= sampling_metrics(r[torch.arange(0, len(r), 2)], self.sampler)
+            metrics |= sampling_metrics(r[torch.arange(0, len(r), 2)], self.sampler)
         learnt = r.need("advantages").abs().sum(1).view(-1, self.config.num_generations).sum(1)
-        return found | {"pairs/ties": float((learnt == 0).float().mean())}
+        return metrics | {"pairs/ties": float((learnt == 0).float().mean())}

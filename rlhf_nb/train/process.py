@@ -199,10 +199,10 @@ def process_report(values: Tensor, labels: Tensor, ends: Tensor, bins: int = 10)
         out["correlation"] = float(torch.corrcoef(torch.stack([p, t]))[0, 1])
     if not bool(((t == 0) | (t == 1)).all()):
         return out
-    found, true = _first(v < 0.5, ends), _first(y < 0.5, ends)
+    guess, true = _first(v < 0.5, ends), _first(y < 0.5, ends)
     wrong = true < ends.shape[1]
     kinds = {name: rows for name, rows in (("first_error", wrong), ("all_right", ~wrong)) if bool(rows.any())}
-    shares = {name: float((found == true)[rows].double().mean()) for name, rows in kinds.items()}
+    shares = {name: float((guess == true)[rows].double().mean()) for name, rows in kinds.items()}
     if len(shares) == 2:
         a, b = shares.values()
         shares["first_error_f1"] = 2 * a * b / (a + b) if a + b else 0.0

@@ -254,8 +254,8 @@ class Reward(TextMethod):
         engine, rows, scores = self.engine, self.my_share(held_out), list[Tensor]()
         if rows:
             pairs = self.collate(rows).completions()
-            found = torch.stack(predict(self.members, pairs, self.config.token_budget), 1)
-            scores = list(found.view(len(rows), 2, 2).cpu())
+            predicted = torch.stack(predict(self.members, pairs, self.config.token_budget), 1)
+            scores = list(predicted.view(len(rows), 2, 2).cpu())
         every = torch.stack(engine.in_turn(scores)).view(-1, 2)
         report = accuracy_report(Prediction(every[:, 0], every[:, 1]), len(self.members))
         self.by_question = {"eval/accuracy": (every[0::2, 0] > every[1::2, 0]).double().tolist()}
@@ -379,11 +379,11 @@ def word_bags(rows: Sequence[Row]) -> WordBags:
     Args:
         rows: with chosen_ids and rejected_ids.
     """
-    found: list[tuple[int, int, float]] = []
+    entries: list[tuple[int, int, float]] = []
     for i, row in enumerate(rows):
         chosen, rejected = set(row["chosen_ids"]), set(row["rejected_ids"])
-        found += [(i, t, 1.0) for t in sorted(chosen - rejected)] + [(i, t, -1.0) for t in sorted(rejected - chosen)]
-    pair, token, side = zip(*found) if found else ((), (), ())
+        entries += [(i, t, 1.0) for t in sorted(chosen - rejected)] + [(i, t, -1.0) for t in sorted(rejected - chosen)]
+    pair, token, side = zip(*entries) if entries else ((), (), ())
     longer = [math.log(max(1, len(r["chosen_ids"])) / max(1, len(r["rejected_ids"]))) for r in rows]
     where, how = ([torch.tensor(x) for x in xs] for xs in ((pair, token), (side, longer)))
     return WordBags(*(x.long() for x in where), *(x.double() for x in how))

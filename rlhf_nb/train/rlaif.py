@@ -112,10 +112,10 @@ class RewardJudge(BothOrders):
     def verdicts(self, prompts: Texts, firsts: Texts, seconds: Texts, criteria: Criteria = None) -> Verdicts:
         """Both orders; each answer is scored once."""
         pairs = zip(self.rate(prompts, firsts), self.rate(prompts, seconds), strict=True)
-        said: Opinions = [
+        probs: Opinions = [
             None if a is None or b is None else 0.5 * (1 + math.tanh(self.clarity * (a - b) / 2)) for a, b in pairs
         ]
-        verdicts = Verdicts(said, said)
+        verdicts = Verdicts(probs, probs)
         self.stats = verdicts.stats
         return verdicts
 
@@ -125,11 +125,11 @@ class RewardJudge(BothOrders):
 
     def _rollout(self, prompts: list[Any], completions: list[Any]) -> Rollout:
         """Answers as the methods that learn from them have them: tokens, texts and columns."""
-        tok, said = self.tokenizer, [i for i, x in enumerate(completions) if not is_blank(x)]
-        asked, spoken = [prompts[i] for i in said], [completions[i] for i in said]
+        tok, filled = self.tokenizer, [i for i, x in enumerate(completions) if not is_blank(x)]
+        questions, spoken = [prompts[i] for i in filled], [completions[i] for i in filled]
         if speaks_chat(tok):
-            asked, spoken = pairs_as_chat(tok, asked, spoken)
-        tokens = dict(zip(said, encode_pairs(tok, asked, spoken), strict=True))
+            questions, spoken = pairs_as_chat(tok, questions, spoken)
+        tokens = dict(zip(filled, encode_pairs(tok, questions, spoken), strict=True))
         blank = {i: (ids, [tok.eos_token_id]) for i, ids in enumerate(encode_prompts(tok, prompts)) if i not in tokens}
         ids = [tokens[i][:2] if i in tokens else blank[i] for i in range(len(prompts))]
         c = Completions.from_lists([p for p, _ in ids], [x for _, x in ids], tok.pad_token_id)
@@ -218,10 +218,10 @@ def make_judge(config: RLAIFConfig, constitution: Constitution | None = None, to
     if c.rewards:
         device = decide_precision(config.device, config.precision).device
         trust = config.model.trust_remote_code
-        found = rewards_from(list(c.rewards), trust_remote_code=trust, device=device, key="judge.rewards")
+        rewards = rewards_from(list(c.rewards), trust_remote_code=trust, device=device, key="judge.rewards")
         tokenizer = tokenizer or load_tokenizer(config.model)
-        found.check_tokens(tokenizer)
-        return RewardJudge(found, tokenizer, c.clarity)
+        rewards.check_tokens(tokenizer)
+        return RewardJudge(rewards, tokenizer, c.clarity)
     if c.model is None:
         raise ConfigError(
             "judge is not set, so nothing says which answer is better: judge.model=FOLDER or hub name, "
@@ -316,9 +316,9 @@ def sum_statistics(events: Sequence[dict[str, Any]]) -> dict[str, float]:
     """
     counts = ("pairs", "labelled", "same", "unsure", "no_opinion", "empty")
     out = {k: sum(float(e.get(k, 0)) for e in events) for k in counts}
-    asked = [(e, e["pairs"] - e["same"] - e["no_opinion"]) for e in events]
+    counted = [(e, e["pairs"] - e["same"] - e["no_opinion"]) for e in events]
     for key in ("position_bias", "flips"):
-        known = [(e[key], n) for e, n in asked if n > 0 and not math.isnan(e[key])]
+        known = [(e[key], n) for e, n in counted if n > 0 and not math.isnan(e[key])]
         out[key] = sum(x * n for x, n in known) / sum(n for _, n in known) if known else math.nan
     if any("gold/right" in e for e in events) and out["labelled"]:
         out["gold/agreement"] = sum(e.get("gold/right", 0.0) for e in events) / out["labelled"]
@@ -453,11 +453,11 @@ class Labelling:
         pairs = known_pairs(self.config)
         if not pairs:
             return []
-        found = check_judge(self.judge, pairs, self.config.seed)
+        agreement = check_judge(self.judge, pairs, self.config.seed)
         if self.config.console:
-            print(f"the judge on pairs with known labels: {found}", flush=True)
+            print(f"the judge on pairs with known labels: {agreement}", flush=True)
         names = ("accuracy", "low", "high", "kappa", "calibration_error", "position_bias", "n", "no_opinion")
-        return [log.append("eval", 0, **{f"eval/judge/{k}": getattr(found, k) for k in names})]
+        return [log.append("eval", 0, **{f"eval/judge/{k}": getattr(agreement, k) for k in names})]
 
     def label(self, first: int, stop: int) -> tuple[list[Row], list[Row], dict[str, float]]:
         """The prompts from `first` to before `stop`: preference rows, revised demonstrations, statistics."""

@@ -67,10 +67,10 @@ def write_json(path: str | Path, value: Any, sync: bool = True) -> None:
 def read_json(path: str | Path) -> dict[str, Any]:
     """A JSON file as a dict; empty where there is none, or it is torn."""
     try:
-        found = json_value(read_regular(path, MAX_LINE))
+        value = json_value(read_regular(path, MAX_LINE))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 # %% ../../nbs/train/stage.ipynb #f7983a4c
 _FREE = {  # may change between two sessions of a run
@@ -122,8 +122,8 @@ def _run_locked(config: JobConfig, resume: bool, overwrite: bool, remember: Stri
         (folder / "stage.json").unlink(missing_ok=True)
     trainer = make_trainer(config)
     if method.leaves == "pairs":
-        found, made, stopped = trainer.run(resume, overwrite), trainer.path, None
-        metrics = {k: v for k, v in found.items() if not math.isnan(v)}
+        statistics, made, stopped = trainer.run(resume, overwrite), trainer.path, None
+        metrics = {k: v for k, v in statistics.items() if not math.isnan(v)}
     else:
         history, made = trainer.fit(resume=resume, overwrite=overwrite), folder / "model"
         stopped = history.stopped

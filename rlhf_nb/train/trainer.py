@@ -265,28 +265,28 @@ class TextTrainer(Trainer, _OfConfig[_T]):
         try:
             self.held_out, self.leak = kept if eval_dataset is None else (self._tokens(eval_dataset), {})
             with self.engine.inference():
-                found = self.held_out_numbers()
+                metrics = self.held_out_numbers()
         finally:
             self.held_out, self.leak = kept
-        return TrlNumbers({f"{metric_key_prefix}/{k.removeprefix('eval/')}": v for k, v in found.items()})
+        return TrlNumbers({f"{metric_key_prefix}/{k.removeprefix('eval/')}": v for k, v in metrics.items()})
 
     def _tokens(self, rows: Any) -> list[Row]:
         """Rows of any kind of data set as this method's tokens."""
         data, rows = self.args.data, dataset_rows(rows, "eval_dataset")
         read = list(in_kind(renamed(rows, data.columns), self.kind, reading_of(data, self.config.seed)))
-        found: list[Row] = self.method.tokenize(read, warn=False)
-        return found
+        tokens: list[Row] = self.method.tokenize(read, warn=False)
+        return tokens
 
     def held_out_numbers(self) -> dict[str, float]:
         """As in `Trainer`, and what `compute_metrics` says of the predictions."""
-        found = super().held_out_numbers() | self.leak
+        metrics = super().held_out_numbers() | self.leak
         if self.own_metrics is None or not self.held_out:
-            return found
+            return metrics
         from transformers import EvalPrediction
 
         predictions, labels = self.method.predictions(self.held_out, self.reduced)
         own = self.own_metrics(EvalPrediction(predictions=predictions, label_ids=labels))
-        return found | {f"eval/{k.removeprefix('eval_')}": v for k, v in own.items()}
+        return metrics | {f"eval/{k.removeprefix('eval_')}": v for k, v in own.items()}
 
     def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test") -> Any:
         """TRL's predictions of rows: predictions, label_ids and metrics (of reward models scores [B, 2] of chosen and

@@ -143,8 +143,8 @@ class Against:
         known = {k: [v[i] for i in rows] for k, v in columns.items()}
         judge = self.judge.about(known) if hasattr(self.judge, "about") else self.judge
         won = judge.compare([prompts[i] for i in rows], [completions[i] for i in rows], [theirs[i] for i in rows])
-        found = dict(zip(rows, won, strict=True))
-        return [found.get(i) for i in range(len(prompts))]
+        by_row = dict(zip(rows, won, strict=True))
+        return [by_row.get(i) for i in range(len(prompts))]
 
 
 def entries_as_rewards(entries: Sequence[RewardEntry], config: TextConfig, key: str) -> Rewards:
@@ -160,8 +160,8 @@ def entries_as_rewards(entries: Sequence[RewardEntry], config: TextConfig, key: 
 
 def entries_by_name(entries: Sequence[RewardEntry], config: TextConfig, key: str) -> dict[str, Any]:
     """The same, as functions by name."""
-    found = entries_as_rewards(entries, config, key)
-    return dict(zip(found.names, found.fns))
+    rewards = entries_as_rewards(entries, config, key)
+    return dict(zip(rewards.names, rewards.fns))
 
 
 def held_out_rewards(config: TextConfig, looks: HeldOutConfig) -> dict[str, Any]:
@@ -174,8 +174,8 @@ def held_out_rewards(config: TextConfig, looks: HeldOutConfig) -> dict[str, Any]
     out = entries_by_name(looks.metrics, config, "eval.metrics") if looks.metrics else {}
     for entry in looks.judges:
         place = {k: getattr(config, k) for k in ("output_dir", "data", "seed", "model", "device", "precision")}
-        asked: Any = SimpleNamespace(judge=entry, **place)
-        judge, wins = make_judge(asked), f"{entry.name}_wins"
+        job: Any = SimpleNamespace(judge=entry, **place)
+        judge, wins = make_judge(job), f"{entry.name}_wins"
         if entry.against is None:
             out[entry.name] = JudgeReward(judge, name=entry.name)
         else:

@@ -123,8 +123,8 @@ def _model_type(model: Any, named: ModelConfig) -> str:
 def _reward(value: Any, trust: bool) -> Any:
     """A reward; a text names a reward model's folder, whose own code runs if `trust` says so."""
     if isinstance(value, list | tuple):
-        found = [_reward(v, trust) for v in value]
-        return [RewardModelFn(f) if isinstance(v, str | Path) else f for f, v in zip(found, value)]
+        rewards = [_reward(v, trust) for v in value]
+        return [RewardModelFn(f) if isinstance(v, str | Path) else f for f, v in zip(rewards, value)]
     if isinstance(value, str | Path):
         return RewardModel.load(value, trust_remote_code=trust)
     if isinstance(value, nn.Module) and type(value).__module__.startswith("transformers."):
@@ -174,10 +174,10 @@ _ALWAYS = ("output_dir", "learning_rate", "num_train_epochs", "per_device_train_
 def _of_transformers(kind: type[StrictConfig], args: Any) -> StrictConfig:
     """A config from a `TrainingArguments` of transformers, or a class that is built on it."""
     given, usual = args.to_dict(), type(args)(output_dir=args.output_dir).to_dict()
-    said = {k: v for k, v in given.items() if known(k) or kind.has(k)}
-    said = {k: v for k, v in said.items() if v is not None and (k in _ALWAYS or v != usual.get(k))}
-    said |= {k: given[k] for k in ("output_dir", "seed") if k in given}
-    return kind(**{k: v for k, v in said.items() if not str(v).startswith("<")})  # tokens that are not shown
+    settings = {k: v for k, v in given.items() if known(k) or kind.has(k)}
+    settings = {k: v for k, v in settings.items() if v is not None and (k in _ALWAYS or v != usual.get(k))}
+    settings |= {k: given[k] for k in ("output_dir", "seed") if k in given}
+    return kind(**{k: v for k, v in settings.items() if not str(v).startswith("<")})  # tokens that are not shown
 
 
 def _formatted(rows: Any, f: Callable[[Any], Any]) -> Any:

@@ -42,10 +42,10 @@ def _page(title: str, what: str, kind: str) -> str:
 def _told(runs: Runs, path: str, desk: LabelDesk | None = None) -> tuple[str, str] | None:
     """Kind and text of what is at an address; None: nothing is."""
     parts = urlsplit(path)
-    asked = parse_qs(parts.query)
+    query = parse_qs(parts.query)
 
     def first(name: str, otherwise: str = "") -> str:
-        return asked.get(name, [otherwise])[0]
+        return query.get(name, [otherwise])[0]
 
     if parts.path == "/":
         return "text/html; charset=utf-8", _page(escape(f"Runs in {runs.folder}"), "board", "rc-board")
@@ -69,14 +69,14 @@ def _told(runs: Runs, path: str, desk: LabelDesk | None = None) -> tuple[str, st
     elif parts.path == "/api/labels" and desk:
         return "text/plain; charset=utf-8", desk.rows(first("format", "preference"))
     elif parts.path == "/api/compare":
-        names = asked.get("run", [])[:40]
+        names = query.get("run", [])[:40]
         try:
-            window = (float(first("from")), float(first("to"))) if "from" in asked else None
-            step = int(float(first("step"))) if "step" in asked else None
+            window = (float(first("from")), float(first("to"))) if "from" in query else None
+            step = int(float(first("step"))) if "step" in query else None
         except (ValueError, OverflowError):
             return None
-        found = runs.compare(*names, by=first("by", "step"), pooled=first("pooled") != "0", window=window)
-        told = found.data(step) | {"futures": runs.futures(found.readers[0].label) if len(names) == 1 else []}
+        compared = runs.compare(*names, by=first("by", "step"), pooled=first("pooled") != "0", window=window)
+        told = compared.data(step) | {"futures": runs.futures(compared.readers[0].label) if len(names) == 1 else []}
     else:
         return None
     return "application/json", json.dumps(told, allow_nan=False)
@@ -104,18 +104,18 @@ def _change(runs: Runs, body: bytes, desk: LabelDesk | None = None, steer: bool 
         tags = [t.strip() for t in str(told.get("tags", "")).split(",") if t.strip()]
         runs.note(name, str(told.get("note", "")))
         runs.tag(name, *tags, remove=[t for t in remarks_of(place)["tags"] if t not in tags])
-        said = "kept"
+        message = "kept"
     elif request == "fork":
         changes = told.get("changes")
         if type(told.get("at")) is not int or not isinstance(changes, dict):
             raise RunError("a fork needs a step and what is changed")
-        said = f"it begins; what it says: {start_fork(place, told['at'], changes)}"
+        message = f"it begins; what it says: {start_fork(place, told['at'], changes)}"
     elif (reader := runs.open(name)).others or reader.status.over:
         raise RunError(f"{name} is over, or another program's, so it can't be asked")
     else:
         reader.run_dir.request(request, told.get("key"), told.get("value"))
-        said = f"{request}: asked, waiting for the end of the step"
-    return "text/plain; charset=utf-8", printable(said)
+        message = f"{request}: asked, waiting for the end of the step"
+    return "text/plain; charset=utf-8", printable(message)
 
 # %% ../../nbs/widgets/board.ipynb #163e7c85
 def _desk(pairs: Path) -> LabelDesk:

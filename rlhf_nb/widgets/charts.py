@@ -140,23 +140,23 @@ def nice_step(span: float, parts: int = 4) -> float:
 # %% ../../nbs/widgets/charts.ipynb #5a320496
 def _span(panel: Panel) -> tuple[float, float]:
     """Lowest and highest value that a panel's axis must hold; in powers of ten on a logarithmic one."""
-    found: list[float] = [x for x in (panel.low, panel.high) if x is not None]
+    values: list[float] = [x for x in (panel.low, panel.high) if x is not None]
 
     for line in panel.lines:
         bold = line.smoothed[1] if line.smoothed is not None else line.values
         bold = bold[np.isfinite(bold) & ((bold > 0) | (not panel.log))]
         faint = line.values[np.isfinite(line.values) & ((line.values > 0) | (not panel.log))]
         if len(bold):
-            found += [float(bold.min()), float(bold.max())]
+            values += [float(bold.min()), float(bold.max())]
         if len(faint):
-            found += np.quantile(faint, [0.02, 0.98]).tolist()
+            values += np.quantile(faint, [0.02, 0.98]).tolist()
     for band in panel.bands:
-        found += [x for x in (band.low, band.high) if math.isfinite(x)]
+        values += [x for x in (band.low, band.high) if math.isfinite(x)]
     if panel.log:
-        found = [math.log10(x) for x in found if x > 0]
-    if not found:
+        values = [math.log10(x) for x in values if x > 0]
+    if not values:
         return 0.0, 1.0
-    low, high = min(found), max(found)
+    low, high = min(values), max(values)
     near = 0.1 * (high - low)  # noise across a natural limit (a KL below 0, a share above 1) does not move it
     if panel.low is not None and not panel.log and low > panel.low - near:
         low = panel.low

@@ -161,8 +161,8 @@ class LabelQueue:
         """What a page shows, as plain values: what was written by others is text there."""
         pair = self.current
         left, right = self.sides if pair and self.opened else ("", "")
-        asked = prompt_text(pair.prompt) if pair else ""
-        texts = {"who": self.store.annotator, "prompt": asked, "left": left.strip(), "right": right.strip()}
+        prompt = prompt_text(pair.prompt) if pair else ""
+        texts = {"who": self.store.annotator, "prompt": prompt, "left": left.strip(), "right": right.strip()}
         note = self.store.note_on(pair) if pair else ""
         texts |= {"message": self.message, "guideline": self.guideline, "note": note}
         counts = {"done": self.done, "total": len(self.pairs), "turn": self.turn, "opened": self.opened}
@@ -178,9 +178,9 @@ class LabelQueue:
         if self.current is None:
             return "Nothing is left to label (u takes the last label back)."
         if key == "o":
-            said = "" if self.opened else "Open."
+            message = "" if self.opened else "Open."
             self.since, self.opened = self.since if self.opened else time.monotonic(), True
-            return said
+            return message
         if not self.opened:
             return "Open both answers first (o): they are long, and a label is about the whole of both."
         if waited < self.least_seconds:
@@ -272,8 +272,8 @@ def text_scores(judge: Any, prompts: Sequence[Any], texts: Sequence[str], tokeni
         return torch.as_tensor(judge(prompts, texts), dtype=torch.float64)
     if tokenizer is None:
         raise ConfigError("a reward model reads tokens: pass tokenizer=..., that of its run.")
-    said = [[{"role": "assistant", "content": t}] if isinstance(p, list) else t for p, t in zip(prompts, texts)]
-    rows = [{"prompt": p, "completion": c} for p, c, t in zip(prompts, said, texts) if t.strip()]
+    completions = [[{"role": "assistant", "content": t}] if isinstance(p, list) else t for p, t in zip(prompts, texts)]
+    rows = [{"prompt": p, "completion": c} for p, c, t in zip(prompts, completions, texts) if t.strip()]
     tokens = collate_completions(tokenize_sft(rows, tokenizer, warn=False), tokenizer.pad_token_id) if rows else None
     scores = torch.full((len(texts),), math.nan, dtype=torch.float64)
     if tokens is not None:
@@ -296,16 +296,16 @@ def pair_margins(pairs: Sequence[Pair], judges: Any, tokenizer: Any = None, batc
     """
 
     def margins(judge: Any, some: Sequence[Pair]) -> Tensor:
-        asked, both = [p.prompt for p in some], [(p.first, p.second) for p in some]
-        first, second = (text_scores(judge, asked, [p[k] for p in both], tokenizer) for k in (0, 1))
+        prompts, both = [p.prompt for p in some], [(p.first, p.second) for p in some]
+        first, second = (text_scores(judge, prompts, [p[k] for p in both], tokenizer) for k in (0, 1))
         return first - second
 
     many = judges if isinstance(judges, (list, tuple)) else [judges]
     starts = range(0, len(pairs), batch_size)
-    found = torch.stack([torch.cat([margins(judge, pairs[k : k + batch_size]) for k in starts]) for judge in many])
-    if lost := int(found.isnan().any(0).sum()):
+    gaps = torch.stack([torch.cat([margins(judge, pairs[k : k + batch_size]) for k in starts]) for judge in many])
+    if lost := int(gaps.isnan().any(0).sum()):
         raise DataError(f"{lost} of {len(pairs)} pairs have an empty answer or no score: leave them out.")
-    return found
+    return gaps
 
 # %% ../../nbs/widgets/collect.ipynb #fa3ffc67
 def pair_html(queue: LabelQueue) -> str:
@@ -433,9 +433,9 @@ class PreferenceCollector:
                     if key not in "abtxs":
                         raise DataError(f"the labeller answered {key!r}; it must be one of a, b, t, x, s.")
                     self.queue.press("o")
-                    said, count = self.queue.press(key), count + 1
-                    if not said.startswith("Stored"):
-                        raise RunError(said)
+                    message, count = self.queue.press(key), count + 1
+                    if not message.startswith("Stored"):
+                        raise RunError(message)
             finally:
                 self.queue.least_seconds = wait
                 self.refresh()
@@ -515,8 +515,8 @@ def read_pairs(path: str | Path) -> list[Pair]:
     """
     rows = to_rows(read_rows(path), "preference")
     told = [(r["prompt"], prompt_text(r["chosen"]), prompt_text(r["rejected"])) for r in rows]
-    found = [Pair(*texts, ("chosen", "rejected")) for texts in told]
-    return [p for p in found if p.first.strip() != p.second.strip() and p.first.strip() and p.second.strip()]
+    pairs = [Pair(*texts, ("chosen", "rejected")) for texts in told]
+    return [p for p in pairs if p.first.strip() != p.second.strip() and p.first.strip() and p.second.strip()]
 
 
 class LabelDesk:

@@ -91,10 +91,10 @@ class _Knobs:
 
     def offer(self, remedies: Iterable[dict[str, Any] | None]) -> None:
         """Show a button for the first remedy that there is."""
-        found = next((r for r in remedies if r), None)
-        if found != self.offered:
-            self.offered, self.remedy.layout.display = found, None if found else "none"
-            self.remedy.description = found["text"] if found else ""
+        remedy = next((r for r in remedies if r), None)
+        if remedy != self.offered:
+            self.offered, self.remedy.layout.display = remedy, None if remedy else "none"
+            self.remedy.description = remedy["text"] if remedy else ""
 
     def follow(self, controls: Mapping[str, Mapping[str, float]], force: str = "") -> None:
         """Show the sliders that the run offers, at the values it has; `force` names one that must jump back."""

@@ -44,15 +44,15 @@ def with_another_word(row: Row, at: int, model: RewardModel, tokenizer: Any, n: 
     ids, special = list(row["tokens"]), set(tokenizer.all_special_ids)
     table = body_of(model.decoder).get_input_embeddings().weight.float()[: len(tokenizer)]
     cosines = torch.cosine_similarity(table, table[ids[at]][None])
-    old, found = tokenizer.decode([ids[at]]), list[dict[str, Any]]()
+    old, others = tokenizer.decode([ids[at]]), list[dict[str, Any]]()
     for k in cosines.argsort(descending=True).tolist():
         word = tokenizer.decode([k])
         other = word.strip() and word.strip().casefold() != old.strip().casefold()
-        if len(found) < n and other and k not in special and word[:1].isspace() == old[:1].isspace():
+        if len(others) < n and other and k not in special and word[:1].isspace() == old[:1].isspace():
             text = "".join(said_texts({"tokens": [*ids[:at], k, *ids[at + 1 :]]}, tokenizer))
-            found.append({"word": word, "likeness": float(cosines[k]), "reward": text})
-    scores = text_scores(model, [row["asked"]] * len(found), [f["reward"] for f in found], tokenizer)
-    return [f | {"reward": float(s)} for f, s in zip(found, scores)]
+            others.append({"word": word, "likeness": float(cosines[k]), "reward": text})
+    scores = text_scores(model, [row["asked"]] * len(others), [f["reward"] for f in others], tokenizer)
+    return [f | {"reward": float(s)} for f, s in zip(others, scores)]
 
 # %% ../../nbs/widgets/debugger.ipynb #rd17ba07
 def feature_differences(model: RewardModel, rows: Sequence[Row], tokenizer: Any) -> Tensor:
@@ -212,10 +212,10 @@ class RewardDebugger:
             what = "label some pairs first" if self.held_out else "give held_out=, pairs with labels"
             raise DataError(f"{len(labels)} labels, {len(self.held_out)} held-out pairs: {what}.")
         new, held_out = (feature_differences(self.model, x, self.tokenizer) for x in (labels, self.held_out))
-        found = refit_head(self.model, self.known, new, held_out)
+        result = refit_head(self.model, self.known, new, held_out)
         self.tokens.sample = without_each(self.tokens.sample, self.model, self.tokenizer)
         self.tokens.switch(self.tokens.by)
-        return found
+        return result
 
     @property
     def widget(self) -> Any:
@@ -238,8 +238,8 @@ class RewardDebugger:
         out.clear_output()
         with out:
             try:
-                found = do()
-                display(HTML(table_html(found.rows())) if isinstance(found, Refit) else found)
+                result = do()
+                display(HTML(table_html(result.rows())) if isinstance(result, Refit) else result)
             except RlhfError as error:
                 print(printable(str(error)))
 

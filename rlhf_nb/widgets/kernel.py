@@ -109,16 +109,16 @@ class Pump:
     def _in_channel(self, name: str, *args: Any) -> Any:
         """Call a method of the subshell manager where it must be called: in its own thread."""
         channel, done = _kernel().shell_channel_thread, threading.Event()
-        found: list[Any] = []
+        results: list[Any] = []
 
         def call() -> None:
             with _PRIVATE:
-                found.append(getattr(channel.manager, name)(*args))
+                results.append(getattr(channel.manager, name)(*args))
             done.set()
 
         channel.io_loop.add_callback(call)
         done.wait(2.0)
-        return found[0]
+        return results[0]
 
     def stop(self) -> None:
         """End; the widgets' messages go where they went before."""

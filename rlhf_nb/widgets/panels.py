@@ -82,8 +82,8 @@ def page_groups(
     """
     whole = [(name, group_panels(readers, name, smoothing, by)) for name in LAYOUT]
     first = whole[0][1]
-    found = [("overview", first[:4]), ("more", first[4:]), *whole[1:]]
-    return [(name, panels) for name, panels in found if panels]
+    groups = [("overview", first[:4]), ("more", first[4:]), *whole[1:]]
+    return [(name, panels) for name, panels in groups if panels]
 
 
 def _unfold(spec: Spec, names: list[str]) -> list[Spec]:
@@ -113,8 +113,8 @@ def _panel(readers: Sequence[Any], spec: Spec, smoothing: float | None, by: str)
     config = readers[0].config
     several = len(readers) > 1
     for j, reader in enumerate(readers):
-        found = [(label, _best(reader, keys.split())) for label, keys in spec.lines.items()]
-        there = [(label, key) for label, key in found if key is not None]
+        lines = [(label, _best(reader, keys.split())) for label, keys in spec.lines.items()]
+        there = [(label, key) for label, key in lines if key is not None]
         for i, (label, key) in enumerate(there):
             color, name = list(spec.lines).index(label), label
             if several:
@@ -138,10 +138,10 @@ def _peak_mark(reader: RunReader) -> list[Mark]:
     keys = set(reader.keys)
     names = ("eval/gold", "eval/gold_stderr", "rewards/gold", "gold", "objective/kl")
     known = {k: reader.means(k) for k in names if k in keys}
-    found = gold_fit(known)
-    if found is None:
+    fitted = gold_fit(known)
+    if fitted is None:
         return []
-    at, kl, _, fit = found
+    at, kl, _, fit = fitted
     if not math.isfinite(fit.interval[1]) or kl.max() < fit.peak**2 or not fallen(known):
         return []
     return [Mark(float(at[int((kl >= fit.peak**2).argmax())]), f"stop here: {fit}", 3)]
@@ -181,14 +181,14 @@ def _along(reader: Any, curve: Curve, by: str) -> Curve:
 
 def marks_of(reader: RunReader, most: int = 40) -> list[Mark]:
     """What happened to a run: numbers that were set, pauses, resumptions, skipped updates."""
-    found: list[Mark] = []
+    marks: list[Mark] = []
     for e in reader.events:
         step, kind = float(e.get("step", 0)), e.get("type")
         if kind == "control":
-            found.append(Mark(step, f"step {step:,.0f}: {control_text(e)}", 1 if e.get("ok") else "currentColor"))
+            marks.append(Mark(step, f"step {step:,.0f}: {control_text(e)}", 1 if e.get("ok") else "currentColor"))
         elif kind == "resume":
-            found.append(Mark(step, f"step {step:,.0f}: resumed", 2))
-    return found[-most:]
+            marks.append(Mark(step, f"step {step:,.0f}: resumed", 2))
+    return marks[-most:]
 
 
 def control_text(event: Mapping[str, Any]) -> str:

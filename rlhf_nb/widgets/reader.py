@@ -192,14 +192,14 @@ def columns_at_once(block: bytes) -> dict[str, tuple[Floats, Floats]] | None:
         return None
     if table["step"].null_count or str(table["step"].type) != "int64":
         return None
-    steps, found = _numbers(table["step"])[0], {}
+    steps, series = _numbers(table["step"])[0], {}
     if len(steps) and not (steps.min() >= 0 and steps.max() < 2**53):
         return None
     for name in table.column_names:
         if name != "step" and str(table[name].type) in ("double", "int64"):
             values, there = _numbers(table[name])
-            found[name] = (steps, values) if table[name].null_count == 0 else (steps[there], values[there])
-    return found
+            series[name] = (steps, values) if table[name].null_count == 0 else (steps[there], values[there])
+    return series
 
 
 def _numbers(column: Any) -> tuple[Floats, npt.NDArray[np.bool_]]:
@@ -393,8 +393,8 @@ def _revived(value: Any) -> Any:
 # %% ../../nbs/widgets/reader.ipynb #01621988
 def _controls(told: Any) -> dict[str, dict[str, float]]:
     """What can be set, as a run tells it: value, low and high by key."""
-    found = told.items() if isinstance(told, dict) else ()
-    numbers = {k: {n: _number(x) for n, x in v.items()} for k, v in found if isinstance(v, dict)}
+    items = told.items() if isinstance(told, dict) else ()
+    numbers = {k: {n: _number(x) for n, x in v.items()} for k, v in items if isinstance(v, dict)}
     return {k: {n: x for n, x in v.items() if math.isfinite(x)} for k, v in numbers.items()}
 
 
@@ -477,8 +477,8 @@ class RunReader:
     @property
     def others(self) -> list[Path]:
         """Files in which another program logged this run; empty: it is one of this package, or not there yet."""
-        found = log_files(self.path)
-        return [] if found == [self.run_dir.metrics_path] else found
+        files = log_files(self.path)
+        return [] if files == [self.run_dir.metrics_path] else files
 
     def _import(self, files: list[Path], most: int) -> bool:
         """Take in what another program logged, when it has changed; True when it has."""
@@ -487,14 +487,14 @@ class RunReader:
             if (stamp := [(s.st_ino, s.st_mtime, s.st_size) for s in about]) == self._stamp:
                 return False
             self._clear()
-            found = read_import(files, most)
-            self._stamp, self.problem, self._config = stamp, found.problem, (-1.0, _usable(found.config))
+            imported = read_import(files, most)
+            self._stamp, self.problem, self._config = stamp, imported.problem, (-1.0, _usable(imported.config))
             method = "transformers" if files[0].name.endswith(".json") else "TensorBoard"
-            self._note("start", {"method": method, "total_steps": found.total})
-            self._extend(found.numbers)
+            self._note("start", {"method": method, "total_steps": imported.total})
+            self._extend(imported.numbers)
             age = max(0.0, time.time() - max(s.st_mtime for s in about))
             self._grew = time.monotonic() - age
-            if age > 600 or self.step >= (found.total or math.inf):
+            if age > 600 or self.step >= (imported.total or math.inf):
                 self._note("end", {"step": self.step, "reason": None})
             self.generation += 1
             return True
@@ -520,17 +520,17 @@ class RunReader:
                 lines = block.splitlines(keepends=True)
                 steps = b"".join(line for line in lines if mark in line)
                 others = b"".join(line for line in lines if mark not in line)
-            found = columns_at_once(steps)
-            if found is not None:
-                self._extend(found)
+            series = columns_at_once(steps)
+            if series is not None:
+                self._extend(series)
                 block = others
         rows, damaged = parse_lines(block)
         self.damaged += damaged
         self._take(rows)
 
-    def _extend(self, found: dict[str, tuple[Floats, Floats]]) -> None:
+    def _extend(self, series: dict[str, tuple[Floats, Floats]]) -> None:
         """Steps and values into series."""
-        for key, (steps, values) in found.items():
+        for key, (steps, values) in series.items():
             if self.window is not None:
                 kept = (steps >= self.window[0]) & (steps <= self.window[1])
                 steps, values = steps[kept], values[kept]
@@ -553,11 +553,11 @@ class RunReader:
             if kind in ("step", "eval"):
                 alike.setdefault((kind, *row), []).append(row)
         for (kind, *_), group in alike.items():
-            found = columns(group)
-            steps = found.pop("step")
+            series = columns(group)
+            steps = series.pop("step")
             if kind == "eval":
-                found.pop("time", None)
-            self._extend({key: (steps, values) for key, values in found.items()})
+                series.pop("time", None)
+            self._extend({key: (steps, values) for key, values in series.items()})
 
     def _note(self, kind: str, row: dict[str, Any]) -> None:
         """Remember an event, and what it says of the run's state."""
@@ -601,8 +601,8 @@ class RunReader:
 
     def last(self, key: str) -> float | None:
         """The newest value; None when there is none."""
-        found = self._series[key].last if key in self._series else None
-        return None if found is None else found[1]
+        newest = self._series[key].last if key in self._series else None
+        return None if newest is None else newest[1]
 
     @property
     def events(self) -> list[dict[str, Any]]:
@@ -670,12 +670,12 @@ def open_runs(runs: Any, points: int = 2000) -> list[RunReader]:
     """
     if isinstance(runs, dict):
         return [_open_run(run, points, str(label)) for label, run in runs.items()]
-    found = [_open_run(run, points) for run in (runs if isinstance(runs, (list, tuple)) else [runs])]
-    names = [r.label for r in found]
-    for reader in found:
+    readers = [_open_run(run, points) for run in (runs if isinstance(runs, (list, tuple)) else [runs])]
+    names = [r.label for r in readers]
+    for reader in readers:
         if names.count(reader.label) > 1 and reader.path.resolve().name == reader.label:
             reader.label = "/".join(reader.path.resolve().parts[-2:])
-    return found
+    return readers
 
 
 def _open_run(run: Any, points: int, label: str | None = None) -> RunReader:

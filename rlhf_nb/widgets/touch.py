@@ -49,8 +49,8 @@ def _numbers(values: Floats, digits: int = 5) -> list[float | None]:
     good = np.isfinite(values)
     size = np.floor(np.log10(np.maximum(np.abs(np.where(good, values, 0.0)), 1e-290)))
     up, down = 10.0 ** np.clip(digits - 1 - size, 0, 290), 10.0 ** np.maximum(size + 1 - digits, 0)
-    found = (np.round(np.where(good, values, 0.0) / down * up) / up * down).tolist()
-    return found if good.all() else [x if ok else None for x, ok in zip(found, good.tolist())]
+    rounded = (np.round(np.where(good, values, 0.0) / down * up) / up * down).tolist()
+    return rounded if good.all() else [x if ok else None for x, ok in zip(rounded, good.tolist())]
 
 
 def chart_data(panels: Sequence[Panel], points: int = 1000) -> list[dict[str, Any]]:
