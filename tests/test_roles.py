@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from test_launch import case_on_ranks
 from rlhf_nb.core import ConfigError, Precision, RunError
 from rlhf_nb.data import toy
 from rlhf_nb.models.adapters import Reference
+from rlhf_nb.run.loop import Trainer
 from rlhf_nb.run.roles import ClusterTopology, Roles
 from rlhf_nb.scale.launch import launch
 from rlhf_nb.types import Completions
@@ -53,11 +55,11 @@ def same(one: Path, other: Path) -> None:
 
 
 @pytest.mark.slow  # 30 CPU seconds each
-@pytest.mark.parametrize("case", ["dpo", "dpo_lora", "kto", "grpo", "lagged", "ppo"])
+@pytest.mark.parametrize("case", ["dpo", "dpo_lora", "kto", "grpo", "lagged", "lagged_scored", "ppo"])
 @pytest.mark.parametrize(("learn", "frozen"), [(2, 2), (3, 1)])
 def test_apart_is_together(case: str, learn: int, frozen: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: dict[str, Any] = {} if learn == 2 else {"mini_batch_size": 12}
-    if learn == 3 and case in ("grpo", "lagged", "ppo"):
+    if learn == 3 and case in ("grpo", "lagged", "lagged_scored", "ppo"):
         sizes["rollout_batch_size"] = 24
     run_ranks(case, tmp_path / "together", learn, **sizes)
     monkeypatch.setenv("RLHF_NB_TOPOLOGY", topology(tmp_path, learn, frozen))
@@ -68,14 +70,14 @@ def test_apart_is_together(case: str, learn: int, frozen: int, tmp_path: Path, m
     asked = 16 if case == "ppo" else 8  # a header and five tensors there, a header and the answer back; of each model
     if case in ("dpo", "dpo_lora", "kto"):  # two questions before the first update, none before the last
         assert [e["perf/transfers"] for e in told] == [14, *[8] * 8, 2]
-    elif case != "lagged":
+    elif not case.startswith("lagged"):
         assert [e["perf/transfers"] for e in told] == [asked] * 10
 
 
 def both(frozen_rank: Callable[[Roles], None], learner: Callable[[Roles], None]) -> None:
     """Two threads play a learning and a frozen rank."""
     store = torch.distributed.HashStore()
-    pair = ClusterTopology(nodes=[{"devices": 2}], links=[], placement={"actor": [0], "reference": [1]})
+    pair = ClusterTopology(nodes=[{"devices": 2}], links=[], placement={"actor": [0], "reference+reward": [1]})
     wrong: list[BaseException] = []
 
     def other() -> None:
@@ -120,6 +122,96 @@ def test_messages_are_typed_and_counted_and_faults_are_told() -> None:
             remote.begin(c)  # and is never asked for: drained
 
     both(frozen_rank, learner)
+
+
+class Doubles:
+    """Answers a reference's questions and a reward model's, and can't answer about a token 13."""
+
+    def logps(self, c: Completions, **_: Any) -> torch.Tensor:
+        if (c.completion_ids == 13).any():
+            raise ValueError("thirteen")
+        return c.completion_ids.float() * 2
+
+    def score(self, c: Completions, **_: Any) -> torch.Tensor:
+        return c.completion_lens.float() * 3
+
+
+def serves(roles: Roles) -> None:
+    """A frozen rank with both models."""
+    roles.place("reference", Doubles)
+    roles.place("reward", Doubles)
+    roles.serve(FP32)
+
+
+def test_threads_share_a_wire() -> None:
+    def batch(i: int) -> Completions:
+        n = 2 + i % 5
+        return Completions.from_lists([[1, 2, 3]] * n, [[20 + i + j] * (1 + (i + j) % 6) for j in range(n)])
+
+    def learner(roles: Roles) -> None:
+        reference: Any = roles.place("reference", Doubles)
+        reward: Any = roles.place("reward", Doubles)
+        right: list[bool] = []
+        send = roles.wire.group.send
+        late = lambda *told: (time.sleep(0.001), send(*told))[1]  # noqa: E731 - another thread's turn
+        roles.wire.group = SimpleNamespace(send=late, recv=roles.wire.group.recv)
+
+        def score(first: int) -> None:
+            for i in range(first, first + 20):
+                right.append(torch.equal(reward.score(batch(i)), batch(i).completion_lens.float() * 3))
+
+        with roles.asking(FP32):
+            threads = [threading.Thread(target=score, args=(k,), daemon=True) for k in (0, 1)]
+            for thread in threads:
+                thread.start()
+            for i in range(20):
+                right.append(torch.equal(reference.logps(batch(i)), batch(i).completion_ids.float() * 2))
+            for thread in threads:
+                thread.join(60)
+        assert len(right) == 60 and all(right)
+
+    both(serves, learner)
+
+
+def test_an_error_is_told_while_another_question_is_open() -> None:
+    def learner(roles: Roles) -> None:
+        reference: Any = roles.place("reference", Doubles)
+        roles.place("reward", Doubles)
+        bad, good = (Completions.from_lists([[1, 2]], [[token, 5]]) for token in (13, 7))
+        with roles.asking(FP32):
+            reference.begin(bad)
+            reference.begin(good)
+            time.sleep(0.2)  # both answers are under way
+            with pytest.raises(RunError, match="rank 1 could not answer: ValueError: thirteen"):
+                reference.logps(bad)
+            assert torch.equal(reference.logps(good), torch.tensor([[14.0, 10.0]]))
+
+    both(serves, learner)
+
+
+def test_a_learner_that_dies_during_an_answer_is_named_as_one_that_learns() -> None:
+    def frozen_rank(roles: Roles) -> None:
+        def broken(*_: Any) -> None:
+            raise RuntimeError("Connection closed by peer")
+
+        roles.place("reference", Doubles)
+        roles.wire.give = broken  # type: ignore[method-assign]
+        with pytest.raises(RunError, match="rank 0, which learns, has failed or was ended"):
+            roles._answer(0, "reference", Completions.from_lists([[1]], [[2]]), 1.0, 100)
+
+    both(frozen_rank, lambda roles: None)
+
+
+def test_ctrl_c_leaves_a_frozen_rank_answering_until_the_learners_are_done() -> None:
+    answered: list[str] = []
+
+    def answer_others(module: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        answered.append("the learner's last question")
+
+    engine = SimpleNamespace(answers=True, answer_others=answer_others)
+    run: Any = SimpleNamespace(engine=engine, method=SimpleNamespace(module=None), history="history")
+    assert Trainer.fit(run) == "history" and answered
 
 
 def test_formats_that_differ_are_refused() -> None:

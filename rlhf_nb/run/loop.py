@@ -456,7 +456,8 @@ def learns_or_answers(fit: Callable[Concatenate[Trainer, _P], History]) -> Calla
     def either(run: Trainer, /, *args: _P.args, **kwargs: _P.kwargs) -> History:
         if not run.engine.answers:
             return fit(run, *args, **kwargs)
-        run.engine.answer_others(run.method.module)
+        with GracefulStop(False):  # the learning ranks stop, save, and say that they are done
+            run.engine.answer_others(run.method.module)
         return run.history
 
     return either
