@@ -153,7 +153,7 @@ def test_threads_share_a_wire() -> None:
         reward: Any = roles.place("reward", Doubles)
         right: list[bool] = []
         send = roles.wire.group.send
-        late = lambda *told: (time.sleep(0.001), send(*told))[1]  # noqa: E731 - another thread's turn
+        late = lambda *told: (time.sleep(0.001), send(*told))[1]  # another thread's turn
         roles.wire.group = SimpleNamespace(send=late, recv=roles.wire.group.recv)
 
         def score(first: int) -> None:
