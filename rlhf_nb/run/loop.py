@@ -502,8 +502,7 @@ class Trainer:
         self.history, self.log, self.meter = History(), EventLog(None, self.engine.rank), method.meter
         if self.engine.roles is not None:
             self.meter.further = self.engine.roles.wire.report
-        self.ending = threading.Event()
-        self.control, self.saves = RunControl(self), Saves(config, epoch=epoch)
+        self.control, self.saves, self.ending = RunControl(self), Saves(config, epoch=epoch), threading.Event()
         self.lock = RunLock(self.run_dir.path)
 
     @cached_property
