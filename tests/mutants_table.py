@@ -11,7 +11,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("kl_estimate", "KL(reference ‖ policy)", "wide(logps.detach()) - wide(ref_logps.detach())", "wide(ref_logps.detach()) - wide(logps.detach())"),
     ("kl_report", "places outside the mask count", "torch.where(mask, wide(logps.detach()) - wide(ref_logps.detach()), 0.0)", "wide(logps.detach()) - wide(ref_logps.detach())"),
     ("mean_and_error", "standard deviation instead of standard error", "(n * (n - 1))", "(n - 1)"),
-    ("kl_loss", "the importance weight carries a gradient", "wide(logps.detach()) - wide(old_logps)", "wide(logps) - wide(old_logps)"),
+    ("group_kl", "KL(reference ‖ policy)", "wide(logps) - wide(ref_logps)", "wide(ref_logps) - wide(logps)"),
     ("AdaptiveKL.update", "the price falls when the policy drifts", "1.0 + error * n", "1.0 - error * n"),
     ("AdaptiveKL.update", "errors are not clipped", "min(max(kl / self.target - 1.0, -0.2), 0.2)", "kl / self.target - 1.0"),
     # rewards per token and advantages
