@@ -215,9 +215,8 @@ def check_scores(
         want = torch.stack([own(i) for i in range(len(c))]).double()
         scorer = off_by()
         if scorer > bound:
-            reason = (
-                f"scores were found to differ from the decoder's own ({scorer:.2g} of the largest, bound {bound:g})"
-            )
+            what = f"{scorer:.2g} of the largest, bound {bound:g}"
+            reason = f"scores were found to differ from the decoder's own ({what})"
             plain = _distrust_all(model, decoder_of(decoder), others, reason, off_by)
             if plain > bound:
                 raise ModelError(
