@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fuzz
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -26,6 +27,7 @@ from rlhf_nb.run import checkpoint
 from rlhf_nb.run.checkpoint import latest_complete
 from rlhf_nb.run.log import read_metrics
 from rlhf_nb.train.ppo import PPOConfig, PPOTrainer
+from rlhf_nb.train.sft import SFTConfig, SFTTrainer
 
 torch.set_num_threads(1)  # small models, and other tests beside these
 runner = CliRunner()
@@ -338,3 +340,15 @@ def test_ctrl_c_saves_and_says_how_to_go_on(options: list[str], tmp_path: Path) 
     assert kept is not None and kept.name == f"step-{done[-1]:010d}" and f"step {done[-1]} of 400" in line
     works("sft", "--toy", *many, f"steps={done[-1] + 2}", "--resume")
     assert steps(run) == list(range(1, done[-1] + 3))
+
+
+def test_a_file_without_an_end_is_refused_before_it_is_read_whole(tmp_path: Path) -> None:
+    """A terabyte of zeros: the first line is too long, which is said before the file's contents are hashed."""
+    fuzz.sparse(tmp_path / "rows.jsonl")
+    config = SFTConfig.preset(
+        "toy", data={"path": str(tmp_path / "rows.jsonl")}, output_dir=str(tmp_path / "run"), steps=1
+    )
+    begun = time.process_time()
+    with pytest.raises(DataError, match=r"line 1: .* bytes, and at most .* are read"):
+        SFTTrainer(config, toy.build_model(0, "tiny"), toy.build_tokenizer())
+    assert time.process_time() - begun < 5

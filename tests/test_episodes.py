@@ -35,7 +35,7 @@ from rlhf_nb.rollout import episodes as module
 from rlhf_nb.rollout.backends import OurSampler, Request, Sampler
 from rlhf_nb.rollout.episodes import EpisodeConfig, Episodes, Step, Turn, environment_kinds
 from rlhf_nb.rollout.sampler import as_rollout
-from rlhf_nb.rollout.tools import Call, Tools
+from rlhf_nb.rollout.tools import Call, Tools, call_form
 from rlhf_nb.train.grpo import VARIANTS, GRPOConfig, GRPOTrainer
 from rlhf_nb.train.online_dpo import OnlineDPOTrainer
 from rlhf_nb.train.pairs import OnlineDPOConfig
@@ -401,6 +401,18 @@ def test_a_tokenizers_own_response_template_reads_calls(form: str) -> None:
     (e,) = r.columns["episode"]
     results = [m["content"] for m in e["messages"] if m["role"] == "tool"]
     assert (e["calls"], results) == ((2, ["6", "8"]) if form == "auto" else (0, []))
+
+
+@pytest.mark.parametrize("key", ["start_anchor_pattern", "open_pattern", "close_pattern", "tag_pattern"])
+def test_a_strangers_expression_cannot_hold_a_run(key: str) -> None:
+    """A response template is a file of the model's: what backtracks for ever is refused before the first step."""
+    hostile = {
+        **BROUGHT,
+        "fields": {**BROUGHT["fields"], "tool_calls": {**BROUGHT["fields"]["tool_calls"], key: r"((a+)+)+$"}},
+    }
+    with pytest.raises(ConfigError, match="response template is refused.*may take for ever.*episodes.form=hermes"):
+        call_form("", hostile)
+    assert call_form("", BROUGHT) is BROUGHT
 
 
 BAD_STEPS: dict[str, Any] = {

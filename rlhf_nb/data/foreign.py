@@ -24,7 +24,7 @@ LONGEST = 1 << 24  # characters of what a template makes of one dialogue
 
 # %% auto #0
 __all__ = ['SECONDS', 'MEMORY', 'LONGEST', 'RefusedProgram', 'render_chats', 'check_tokenizer_rules', 'check_expression',
-           'same_mathematics', 'try_tokenizer']
+           'check_response_template', 'same_mathematics', 'try_tokenizer']
 
 # %% ../../nbs/data/foreign.ipynb #1f8b030d
 def _compiled(template: str) -> Any:
@@ -317,6 +317,17 @@ def check_expression(pattern: str) -> None:
         RefusedProgram: says why.
     """
     _helper.ask("search", pattern=pattern, texts=_trials([pattern], [pattern])[1])
+
+
+def check_response_template(template: Any) -> None:
+    """Refuse a tokenizer's response template with an expression that takes too long.
+
+    Raises:
+        RefusedProgram: says why.
+    """
+    for key in ("start_anchor_pattern", "open_pattern", "close_pattern", "tag_pattern"):
+        for pattern in _values(template, key):
+            check_expression(str(pattern))
 
 
 @lru_cache(maxsize=8192)

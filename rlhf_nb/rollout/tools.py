@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from ..core import ConfigError, did_you_mean, safe_point
+from ..data.foreign import RefusedProgram, check_response_template
 from ..untrusted import json_value, mend
 
 # %% auto #0
@@ -65,6 +66,13 @@ def call_form(template: str | None, brought: Any = None) -> Any:
     """
     text = template or ""
     if "tool_calls" in (brought or {}).get("fields", ()):
+        try:
+            check_response_template(brought)
+        except RefusedProgram as e:
+            raise ConfigError(
+                f"the tokenizer's response template is refused: {e}. Say how calls are written: "
+                "episodes.form=hermes, llama3 or json."
+            ) from e
         return brought
     if "<tool_call>" in text:
         return "hermes"

@@ -167,8 +167,8 @@ class TextTrainer(Trainer, _OfConfig[_T]):
             raise ConfigError("a model was given without its tokenizer: pass both, or neither.")
         else:
             check_adapters(config, model)
-        reads = data_read(config.data) if rows is None else []
         given = self._given(config, rows, eval_rows)
+        reads = data_read(config.data) if rows is None else []  # after the rows: what is no data is refused first
         method = self.make_method(config, model, tokenizer, given.rows, **(parts or {}))
         if left_out := dropout_left_out(config, method):
             warnings.warn(left_out, stacklevel=3)
