@@ -18,14 +18,22 @@ import torch
 import yaml
 from process_cases import dpo, run_ranks
 from safetensors.torch import load_file
+from test_cli import call
 from test_launch import case_on_ranks
 
-from rlhf_nb.core import ConfigError, Precision, RunError
+from rlhf_nb.core import ConfigError, Precision, RunError, decide_precision
 from rlhf_nb.data import toy
 from rlhf_nb.models.adapters import Reference
+from rlhf_nb.rewards.base import Ensemble, RewardModelFn, Rewards
 from rlhf_nb.run.loop import Trainer
 from rlhf_nb.run.roles import ClusterTopology, Roles
 from rlhf_nb.scale.launch import launch
+from rlhf_nb.scale.plan import placement_table
+from rlhf_nb.scale.topology import job_of
+from rlhf_nb.train import online_config
+from rlhf_nb.train.grpo import GRPOConfig
+from rlhf_nb.train.online_config import as_rewards
+from rlhf_nb.train.rlaif import Labelling
 from rlhf_nb.types import Completions
 
 FP32 = Precision(torch.device("cpu"), torch.float32, torch.float32, torch.float32, False, "")
@@ -269,6 +277,38 @@ def test_another_number_of_processes_is_refused(tmp_path: Path) -> None:
     path = topology(tmp_path, 2, 2)
     with pytest.raises(ConfigError, match=r"has 4 devices, but 3 process\(es\) come up"):
         launch(case_on_ranks, num_processes=3, run_dir=tmp_path / "run", device="cpu", topology=path)
+
+
+APART = ClusterTopology(nodes=[{"devices": 2}], links=[], placement={"actor": [0], "reference+reward": [1]})
+
+
+def test_rewards_that_would_not_be_placed_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(online_config, "roles_here", lambda: SimpleNamespace(topology=APART))
+    words = r"reward the ranks \[1\], which is built for one reward model alone"
+    config = GRPOConfig(kl_coef=0.05)
+    for reward in (Ensemble([Doubles(), Doubles()]), Rewards([RewardModelFn(Doubles())])):
+        with pytest.raises(ConfigError, match=words):
+            as_rewards(reward, config)
+    assert as_rewards(toy.gold_reward, config).fns == [toy.gold_reward]  # a function stays where it is
+    several = config.replace(rewards=[{"model": "a"}, {"model": "b"}])
+    job = job_of(several, decide_precision("cpu", "fp32"))
+    with pytest.raises(ConfigError, match=words):
+        placement_table(toy.build_model(0).config, job, APART)
+
+
+def test_options_that_a_topology_leaves_without_effect_are_refused(tmp_path: Path) -> None:
+    path = topology(tmp_path, 1, 1)
+    for more in (["--slurm"], ["--k8s", "image"]):
+        assert "RLHF_NB_TOPOLOGY" in call("launch", "dpo", "--toy", "--topology", path, *more, code=1)
+    for more in (["--gpus", "2"], ["--price", "2"], ["--memory", "40"], ["--on", "h100"]):
+        assert "leave them out" in call("plan", "dpo", "--toy", "--topology", path, *more, code=1)
+    assert "| 0 | actor+critic |" in call("plan", "dpo", "--toy", "--topology", path)
+
+
+def test_labelling_places_nothing() -> None:
+    job: Any = SimpleNamespace(engine=SimpleNamespace(roles=object()))
+    with pytest.raises(ConfigError, match="leave the topology out"):
+        Labelling.run(job)
 
 
 def dies(root: str) -> None:

@@ -108,6 +108,11 @@ class ClusterTopology(StrictConfig):
             if ranks != self.ranks("actor") and not set(roles) & {*group.split("+")}:
                 raise ConfigError(_said("unused", group=group, ranks=ranks))
 
+    def check_one_reward_model(self) -> None:
+        """Refuse ranks of its own for what isn't a single reward model."""
+        if self.ranks("reward") not in ([], self.ranks("actor")):
+            raise ConfigError(_said("rewards", ranks=self.ranks("reward")))
+
     def check_world(self, processes: int, path: object) -> None:
         """Refuse another number of processes than the file has devices."""
         if self.world != processes:
