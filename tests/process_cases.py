@@ -169,16 +169,11 @@ def episodes(**over: Any) -> Any:
     return GRPOTrainer(config, model, tokenizer, rows=toy.train_prompts(64), environment=Talk)
 
 
-def lagged(**over: Any) -> Any:
-    """Each rank draws its share of three steps ahead, and asks for its rewards in threads."""
-    return _group("grpo", "GRPO", False, **{"num_generations": 4, "kl_coef": 0.05, "rollouts": {"lag": 2}, **over})
-
-
-def lagged_scored(**over: Any) -> Any:
-    """The same with a reward model, which the threads ask while the loop asks the reference."""
+def lagged(scored: bool = False, **over: Any) -> Any:
+    """Each rank draws its share of three steps ahead, and asks for its rewards in threads; a reward model's, if scored."""
     from rlhf_nb.models.heads import RewardModel
 
-    rm = RewardModel.from_policy(toy_model()[0], seed=5)
+    rm = RewardModel.from_policy(toy_model()[0], seed=5) if scored else None
     return _group("grpo", "GRPO", False, rm, **{"num_generations": 4, "kl_coef": 0.05, "rollouts": {"lag": 2}, **over})
 
 

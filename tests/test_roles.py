@@ -69,6 +69,8 @@ def test_apart_is_together(case: str, learn: int, frozen: int, tmp_path: Path, m
     sizes: dict[str, Any] = {} if learn == 2 else {"mini_batch_size": 12}
     if learn == 3 and case in ("grpo", "lagged", "lagged_scored", "ppo"):
         sizes["rollout_batch_size"] = 24
+    if case == "lagged_scored":
+        case, sizes["scored"] = "lagged", True
     run_ranks(case, tmp_path / "together", learn, **sizes)
     monkeypatch.setenv("RLHF_NB_TOPOLOGY", topology(tmp_path, learn, frozen))
     run_ranks(case, tmp_path / "apart", learn + frozen, **sizes)
