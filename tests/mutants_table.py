@@ -11,7 +11,6 @@ MUTANTS: list[tuple[str, ...]] = [
     ("kl_estimate", "KL(reference ‖ policy)", "wide(logps.detach()) - wide(ref_logps.detach())", "wide(ref_logps.detach()) - wide(logps.detach())"),
     ("kl_report", "places outside the mask count", "torch.where(mask, wide(logps.detach()) - wide(ref_logps.detach()), 0.0)", "wide(logps.detach()) - wide(ref_logps.detach())"),
     ("mean_and_error", "standard deviation instead of standard error", "(n * (n - 1))", "(n - 1)"),
-    ("kl_loss", "the importance weight carries a gradient", "wide(logps.detach()) - wide(old_logps)", "wide(logps) - wide(old_logps)"),
     ("AdaptiveKL.update", "the price falls when the policy drifts", "1.0 + error * n", "1.0 - error * n"),
     ("AdaptiveKL.update", "errors are not clipped", "min(max(kl / self.target - 1.0, -0.2), 0.2)", "kl / self.target - 1.0"),
     # rewards per token and advantages
@@ -49,6 +48,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("group_surrogate", "GSPO's ratio is a product instead of a mean", 'mask.sum(1, keepdim=True).clamp(min=1) if level == "sequence" else 1', "1", "nb, test_losses_group"),
     ("group_surrogate", "the correction has no effect", "torch.where(mask, wide(correction.detach()), 0.0)", "torch.where(mask, 1.0, 0.0)", "test_notice::test_correction_weighs_each_token"),
     ("group_kl", "KL to the wrong side", "wide(logps) - wide(ref_logps)", "wide(ref_logps) - wide(logps)"),
+    ("group_kl", "k1, which pulls nowhere", "kl_terms(shift, kind)", 'kl_terms(shift, "k1")'),
     ("truncated_weights", "no cap", ".clamp(max=cap)", ""),
     ("truncated_weights", "sampler over scorer", "wide(old_logps) - wide(rollout_logps)", "wide(rollout_logps) - wide(old_logps)"),
     # preferences

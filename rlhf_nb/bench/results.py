@@ -173,37 +173,31 @@ def results_of(
     ids, samples = [str(line["id"]) for line in lines], len(lines) // len(suite.rows)
     names = list(dict.fromkeys(k for line in lines for k in line["scores"] if k not in ("read", "wanted")))
     columns = {k: [line["scores"].get(k) for line in lines] for k in names}
-    metrics: dict[str, Estimate] = {}
-    notes = []
+    scored, metrics, notes = columns.get("score", []), dict[str, Estimate](), list[str]()
+    points = [math.nan if v is None else v for v in scored]
     for name, values in columns.items():
         rated = name == "score" or name.startswith("turn_")
         if estimate := _estimate(values, ids, level, suite.config.scale if rated else None):
             metrics[name] = estimate
-        silent = sum(v is None for v in values)
-        if silent and name == "score":
-            notes.append(f"{silent} of {len(values)} answers have no score and don't count.")
-    scored = columns.get("score", [])
+    if silent := scored.count(None):
+        notes.append(f"{silent} of {len(scored)} answers have no score and don't count.")
     metrics |= _of_several(lines, samples, level, seed)
     if "said" in columns:
         found_calibration = calibration(columns.pop("said"), columns["score"], level=level, seed=seed)
         metrics.pop("said")
-        whole = {"ece": found_calibration.ece, "ece_if_perfect": found_calibration.ece_if_perfect}
-        metrics |= {"brier": found_calibration.brier}
-        metrics |= {k: Estimate(v, math.nan, math.nan, len(lines), level, "whole") for k, v in whole.items()}
-    if samples == 1 and "longer" in columns and sum(v is not None for v in scored) >= 10:
-        points = [math.nan if v is None else v for v in scored]
-        metrics["score_at_equal_length"] = length_controlled(
-            points, columns["longer"], [0.0] * len(lines), level=level
-        ).rate
+        metrics["brier"] = found_calibration.brier
+        for name in ("ece", "ece_if_perfect"):
+            whole = getattr(found_calibration, name)
+            metrics[name] = Estimate(whole, math.nan, math.nan, len(lines), level, "whole")
+    if samples == 1 and "longer" in columns and len(scored) - scored.count(None) >= 10:
+        even = length_controlled(points, columns["longer"], [0.0] * len(lines), level=level)
+        metrics["score_at_equal_length"] = even.rate
     lengths: list[float | None] = [None] * len(lines)
     if suite.config.task == "answer":
         lengths = [None if None in line["tokens"] else float(sum(line["tokens"])) for line in lines]
-        flat = [(i, j) for i, line in enumerate(lines) for j in range(len(line["answers"]))]
-        metrics |= describe(
-            [lines[i]["answers"][j] for i, j in flat], [ids[i] for i, _ in flat],
-            None if None in lengths else [lines[i]["tokens"][j] for i, j in flat],
-            [lines[i]["finished"][j] for i, j in flat], level,
-        )  # fmt: skip
+        answers, tokens, finished = ([x for line in lines for x in line[k]] for k in ("answers", "tokens", "finished"))
+        clusters = [i for i, line in zip(ids, lines) for _ in line["answers"]]
+        metrics |= describe(answers, clusters, None if None in lengths else tokens, finished, level)
         cut = 1 - metrics["finished"].value
         if cut > 0.05:
             notes.append(f"{cut:.0%} of the answers were cut at max_new_tokens: their scores may be those of the cut.")
@@ -212,11 +206,10 @@ def results_of(
     parts: dict[str, Estimate] = {}
     if slices is not None and "score" in metrics:
         each = [s for s in slices for _ in range(samples)]
-        parts = by_slice([math.nan if v is None else v for v in scored], each, ids, level)
-    rows = _row_results(suite, scored, lengths, slices, samples)
+        parts = by_slice(points, each, ids, level)
     return Results(
         model=model, suite=suite.config.name, fingerprint=suite.fingerprint, settings=dict(settings or {}), notes=notes,
-        rows=rows,
+        rows=_row_results(suite, scored, lengths, slices, samples),
         cost=total([DecodeCost(**line["cost"]) for line in lines if "cost" in line]),
         metrics={k: Metric.of(v) for k, v in metrics.items()}, slices={k: Metric.of(v) for k, v in parts.items()},
     )  # fmt: skip

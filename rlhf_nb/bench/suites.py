@@ -341,24 +341,19 @@ def answer_work(ask: AskModel, rule: ScoringRule, samples: int = 1, paid: list[D
 
     def work(rows: Sequence[Row]) -> list[list[dict[str, Any]]]:
         each = [row for row in rows for _ in range(samples)]
-        answers: list[list[str]] = [[] for _ in each]
-        tokens: list[list[int | None]] = [[] for _ in each]
-        ended: list[list[bool]] = [[] for _ in each]
+        lines: list[dict[str, Any]] = [{"answers": [], "tokens": [], "finished": []} for _ in each]
         for turn in range(max(len(row["turns"]) for row in rows)):
             live = [i for i, row in enumerate(each) if turn < len(row["turns"])]
             if turn == 0:
                 got = ask([row["turns"][0] for row in rows], samples)
             else:
-                got = ask([dialogue(each[i]["turns"][: turn + 1], answers[i]) for i in live], 1)
+                got = ask([dialogue(each[i]["turns"][: turn + 1], lines[i]["answers"]) for i in live], 1)
             for i, text, n, end in zip(live, *got, strict=True):
-                answers[i].append(text)
-                tokens[i].append(n)
-                ended[i].append(bool(end))
-        scores = rule(each, answers)
-        lines = [
-            {"answers": a, "tokens": t, "finished": f, "scores": s}
-            for a, t, f, s in zip(answers, tokens, ended, scores, strict=True)
-        ]
+                lines[i]["answers"].append(text)
+                lines[i]["tokens"].append(n)
+                lines[i]["finished"].append(bool(end))
+        for line, scores in zip(lines, rule(each, [line["answers"] for line in lines]), strict=True):
+            line["scores"] = scores
         if paid is not None and (cost := total(paid)):
             lines[0]["cost"] = asdict(cost)
             paid.clear()

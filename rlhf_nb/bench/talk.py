@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -335,10 +336,8 @@ def converse(partners: Sequence[Partner], interactive: bool | None = None) -> No
     interactive = sys.stdin.isatty() if interactive is None else interactive
     if interactive:
         tell(HELP)
-        try:
+        with suppress(ImportError):
             import readline  # arrows and history; not everywhere
-        except ImportError:
-            pass
     stopped = False
     while True:
         try:

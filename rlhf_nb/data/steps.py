@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -95,13 +96,7 @@ def tokens_at(tok: Any, ids: Sequence[int], places: Sequence[int], start: int = 
     """
     out, low = list[int](), 1
     for place in places:
-        high = len(ids)
-        while low < high:
-            middle = (low + high) // 2
-            if len(_decoded(tok, ids[:middle])) >= place + start:
-                high = middle
-            else:
-                low = middle + 1
+        low = bisect_left(range(len(ids)), place + start, low, len(ids), key=lambda n: len(_decoded(tok, ids[:n])))
         out.append(low - 1)
     return out
 
@@ -128,8 +123,7 @@ def step_ends(tok: Any, ids: Sequence[int], rule: StepRule = LINES) -> list[int]
     if token is not None:
         places = [i for i, t in enumerate(inner) if t == token]
     else:
-        text = _decoded(tok, inner)
-        places = tokens_at(tok, inner, rule.places(text))
+        places = tokens_at(tok, inner, rule.places(_decoded(tok, inner)))
     last = ends[0] if ends else len(inner) - 1
     if places and places[-1] != last and not _decoded(tok, inner[places[-1] + 1 :]).strip():
         places.pop()  # nothing but EOS follows
@@ -226,8 +220,7 @@ def _warn_of(rows: Sequence[Row], lost: Counter[str], total: int, tok: Any, rule
     cut = sum(r["lengths"][1] > len(r["completion_ids"]) for r in rows)
     if cut > 0.05 * total:
         warn_rows(f"{cut} of {total} answers are longer than data.max_length: the labels of their last steps are lost.")
-    some = rows[:256]
-    other = 0
+    some, other = rows[:256], 0
     for r in some:
         if r["lengths"][1] == len(r["completion_ids"]):
             ends = step_ends(tok, r["completion_ids"], rule)

@@ -120,12 +120,10 @@ def _merge_record(path: Path) -> dict[str, Any]:
 
 def _method_of(run: Path, logged: str) -> MethodInfo:
     """The method of a run, by its stage, or by the name that its log gives it."""
-    stage = str(read_json(run / "stage.json").get("stage", ""))
-    alike = []
-    for info in methods().values():
-        kind = getattr(info.trainer, "method_class", None)
-        alike += [info] if kind is not None and logged in (kind.name, *kind.formerly) else []
-    return get(stage) if stage else alike[0] if alike else get(logged)
+    if stage := str(read_json(run / "stage.json").get("stage", "")):
+        return get(stage)
+    kinds = ((info, getattr(info.trainer, "method_class", None)) for info in methods().values())
+    return next((info for info, kind in kinds if kind and logged in (kind.name, *kind.formerly)), None) or get(logged)
 
 
 def _config_of(run: Path, info: MethodInfo) -> Any:
@@ -255,10 +253,9 @@ class Measured:
         out = []
         for row in answered:
             one = {k: row[k] for k in ("prompt", "before", "after") if k != "before" or self.before}
-            if scored and self.before:
-                one["score"] = f"{row['score_before']:.2f} → {row['score_after']:.2f}"
-            elif scored:
-                one["score"] = f"{row['score_after']:.2f}"
+            if scored:
+                earlier = f"{row['score_before']:.2f} → " if self.before else ""
+                one["score"] = f"{earlier}{row['score_after']:.2f}"
             out.append(one)
         return out
 
@@ -266,9 +263,7 @@ class Measured:
         """Mean and standard error of each score, before and after."""
         out, after = [], self.after.summary()
         before = self.before.summary() if self.before else {}
-        for name in [*self.after.scores, "length"]:
-            if name == _NOTHING:
-                continue
+        for name in (n for n in [*self.after.scores, "length"] if n != _NOTHING):
             error = [f" ± {s[f'{name}_stderr']:.2g}" if f"{name}_stderr" in s else "" for s in (before, after)]
             spelled = [f"{s[name]:.3g}{more}" if name in s else "–" for s, more in zip((before, after), error)]
             what = "tokens of an answer" if name == "length" else name
@@ -398,10 +393,8 @@ def describe_data(told: Told) -> str:
 # %% ../../nbs/hub/card.ipynb #59037c73
 def commands(told: Told) -> list[str]:
     """The line that does a run again."""
-    if told.info is None:
-        return []
-    name = told.info.command or told.info.name
-    return [f"rlhf-nb {name} --config run/config.yaml output_dir=again"]
+    info = told.info
+    return [f"rlhf-nb {info.command or info.name} --config run/config.yaml output_dir=again"] if info else []
 
 
 def front_matter(told: Told, license: str | None) -> str:

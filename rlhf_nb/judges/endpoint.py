@@ -383,10 +383,6 @@ class _Client:
         self.config, self.counts, self.use_logprobs = config, Counter[str](), config.logprobs
         self._lock, self._random = threading.Lock(), random.Random()
 
-    def key(self) -> str | None:
-        """The API key, read when it is needed and kept nowhere."""
-        return read_key(self.config.key_env)
-
     def count(self, what: str) -> None:
         """One more of something; the limit on requests is kept here."""
         with self._lock:
@@ -449,7 +445,7 @@ class EndpointJudge(TemplateJudge):
         super().__init__(template, labels, ratings, name)
         self.config = EndpointConfig.model_validate({"url": url, "model": model, **settings})
         self.cache, self._client = AnswerCache(self.config.cache), _Client(self.config)
-        self._client.key()
+        read_key(self.config.key_env)  # refuses an unset variable now; the key itself is kept nowhere
 
     @property
     def counts(self) -> dict[str, int]:
@@ -496,7 +492,7 @@ class EndpointJudge(TemplateJudge):
 
     def _ask_all(self, todo: dict[str, str], labels: tuple[str, ...]) -> None:
         """All questions, many at a time; the first failure ends the call."""
-        call, secret, most = _Call(self.config.budget), self._client.key(), self.config.concurrency
+        call, secret, most = _Call(self.config.budget), read_key(self.config.key_env), self.config.concurrency
         try:
             ask_all(lambda x: self._ask(x[0], x[1], labels, secret, call), todo.items(), most, call.over)
         except (_GiveUp, OSError) as e:

@@ -369,15 +369,14 @@ def agreement(judge_probs: Sequence[float | None] | Verdicts, gold: Sequence[flo
 JudgeMode = Literal["pointwise", "pairwise"]
 
 
-def _matches(size: int, opponents: int | None) -> Iterator[tuple[int, int]]:
-    """Who meets whom in a group: everybody everybody, or each the next few on a circle."""
-    reach = size // 2 if opponents is None else min(opponents, size // 2)
-    for step in range(1, reach + 1):
+def _matches(size: int) -> Iterator[tuple[int, int]]:
+    """Who meets whom in a group: each answer the next ones on a circle, until all have met."""
+    for step in range(1, size // 2 + 1):
         last = size // 2 if 2 * step == size else size  # half way round, two would meet twice
         yield from ((i, (i + step) % size) for i in range(last))
 
 
-def _pairs(prompts: list[Any], opponents: int | None) -> list[tuple[int, int]]:
+def _pairs(prompts: list[Any]) -> list[tuple[int, int]]:
     """Rows that meet: of the same prompt, wherever in the batch they are."""
     groups: dict[str, list[int]] = {}
     for row, prompt in enumerate(prompts):
@@ -388,7 +387,7 @@ def _pairs(prompts: list[Any], opponents: int | None) -> list[tuple[int, int]]:
             f"a pairwise judge compares answers to one prompt, but {len(alone)} of {len(groups)} prompts have one "
             f"answer only (first: {judged_text(prompts[alone[0]])!r:.80}). Sample 2 or more, or use mode='pointwise'."
         )
-    return [(rows[i], rows[j]) for rows in groups.values() for i, j in _matches(len(rows), opponents)]
+    return [(rows[i], rows[j]) for rows in groups.values() for i, j in _matches(len(rows))]
 
 # %% ../../nbs/judges/judge.ipynb #7d2c77a5
 class JudgeReward:
@@ -398,20 +397,15 @@ class JudgeReward:
         judge: compares or rates.
         mode: "pointwise": the rating; "pairwise": the win rate, in [0, 1], against the other answers to the same
             prompt.
-        opponents: pairwise: each answer meets its next this many siblings; None: all of them.
         name: for logs (default: the judge's name).
 
     Raises:
-        ConfigError: unknown mode, or fewer than one opponent.
+        ConfigError: unknown mode.
     """
 
-    def __init__(
-        self, judge: Judge, mode: JudgeMode = "pointwise", opponents: int | None = None, name: str | None = None
-    ) -> None:
+    def __init__(self, judge: Judge, mode: JudgeMode = "pointwise", name: str | None = None) -> None:
         check_choice("mode", mode, ("pointwise", "pairwise"))
-        if opponents is not None and opponents < 1:
-            raise ConfigError(f"opponents is {opponents}: each answer must meet at least one other; None means all.")
-        self.judge, self.mode, self.opponents, self.name = judge, mode, opponents, name or judge.name
+        self.judge, self.mode, self.name = judge, mode, name or judge.name
         self.compares = mode == "pairwise"  # answers to one prompt are asked about together
 
     def __call__(self, prompts: list[Any], completions: list[Any]) -> Opinions:
@@ -422,7 +416,7 @@ class JudgeReward:
         """
         if self.mode == "pointwise":
             return self.judge.rate(prompts, completions)
-        pairs = _pairs(prompts, self.opponents)
+        pairs = _pairs(prompts)
         one, other = [i for i, _ in pairs], [j for _, j in pairs]
         columns = ((prompts, one), (completions, one), (completions, other))
         won = self.judge.compare(*([column[i] for i in rows] for column, rows in columns))

@@ -98,12 +98,10 @@ def group_surrogate(
         shift = (shift.sum(1, keepdim=True) / n).expand_as(shift)
     ratio = bounded(shift, each, clip_eps_high).exp()
     if soft:
-        terms = -ratio.clamp(max=1 + clip_eps_high).detach() * each * tokens
-        cut = ratio > 1 + clip_eps_high
+        terms, cut = -ratio.clamp(max=1 + clip_eps_high).detach() * each * tokens, ratio > 1 + clip_eps_high
     else:
-        held = ratio.clamp(1 - clip_eps_low, 1 + clip_eps_high)
-        terms = torch.maximum(-ratio * each, -held * each)
-        cut = -held * each > -ratio * each
+        free, held = -ratio * each, -ratio.clamp(1 - clip_eps_low, 1 + clip_eps_high) * each
+        terms, cut = torch.maximum(free, held), held > free
     if correction is not None:
         check_tokens(mask, correction=correction)
         terms = terms * torch.where(mask, wide(correction.detach()), 0.0)

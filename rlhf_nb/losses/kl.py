@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from ..core import CheckpointError, ConfigError, DataError, RunError, did_you_mean
-from ..types import Bool, Float, LossSum
+from ..types import Bool, Float
 
 # %% auto #0
-__all__ = ['KLKind', 'check_tokens', 'wide', 'kl_terms', 'kl_estimate', 'MeanError', 'mean_and_error', 'kl_report', 'kl_loss',
-           'FixedKL', 'AdaptiveKL']
+__all__ = ['KLKind', 'check_tokens', 'wide', 'kl_terms', 'kl_estimate', 'MeanError', 'mean_and_error', 'kl_report', 'FixedKL',
+           'AdaptiveKL']
 
 # %% ../../nbs/losses/kl.ipynb #9fefeca4
 def check_tokens(mask: Bool[Tensor, "..."], **tensors: Float[Tensor, "..."]) -> None:
@@ -122,43 +122,6 @@ def kl_report(
     check_tokens(mask, logps=logps, ref_logps=ref_logps)
     log_ratio = torch.where(mask, wide(logps.detach()) - wide(ref_logps.detach()), 0.0)
     return {kind: mean_and_error(kl_terms(log_ratio, kind).sum(1)) for kind in ("k1", "k2", "k3")}
-
-# %% ../../nbs/losses/kl.ipynb #50c847c5
-def kl_loss(
-    logps: Float[Tensor, "B C"],
-    ref_logps: Float[Tensor, "B C"],
-    mask: Bool[Tensor, "B C"],
-    kind: KLKind = "k2",
-    old_logps: Float[Tensor, "B C"] | None = None,
-) -> LossSum:
-    """KL to the reference as a term of the loss. What matters here is the gradient, and it is not that of the estimate.
-
-    In expectation over tokens sampled from π, prefixes held fixed: "k1" has gradient 0 (it only adds noise),
-    "k2" has ∇KL(π ‖ π_ref), "k3" has ∇KL(π_ref ‖ π).
-
-    Args:
-        logps: [B, C], log π of the taken tokens, with gradient.
-        ref_logps: [B, C], log π_ref of the same tokens.
-        mask: bool[B, C], 1 = the token counts.
-        kind: "k2" for the KL this package talks about; "k3" as in GRPO.
-        old_logps: [B, C], log-probs of the policy that sampled; given, each token is weighted by π/π_old (as a
-            constant),
-            which keeps the statement above true after the policy has moved.
-
-    Returns:
-        Sum over tokens, number of tokens, and stats: policy/ref_kl_avg (k1 per token).
-
-    Source: Schulman (2020); for k3 in the loss, Shao et al., arXiv 2402.03300, eq. 4.
-    """
-    check_tokens(mask, logps=logps, ref_logps=ref_logps)
-    log_ratio = torch.where(mask, wide(logps) - wide(ref_logps), 0.0)
-    terms = kl_terms(log_ratio, kind)
-    if old_logps is not None:
-        check_tokens(mask, old_logps=old_logps)
-        drift = torch.where(mask, wide(logps.detach()) - wide(old_logps), 0.0)
-        terms = terms * drift.clamp(max=80.0).exp()  # exp(80) is still a float32, and infinity · 0 would be NaN
-    count = torch.count_nonzero(mask)
-    return LossSum(terms.sum(), count, {"policy/ref_kl_avg": (log_ratio.detach().sum(), count)})
 
 # %% ../../nbs/losses/kl.ipynb #e94374a0
 class FixedKL:

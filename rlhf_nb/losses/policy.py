@@ -64,9 +64,8 @@ def clipped_surrogate(
         raise ConfigError(
             f"clip_eps_low = {clip_eps_low} must lie in [0, 1] and clip_eps_high = {clip_eps_high} be ≥ 0. Usual: 0.2."
         )
-    log_ratio = torch.where(
-        mask, wide(logps) - wide(old_logps), 0.0
-    )  # masked before exp: NaN · 0 is NaN, in the gradient too
+    # masked before exp: NaN · 0 is NaN, in the gradient too
+    log_ratio = torch.where(mask, wide(logps) - wide(old_logps), 0.0)
     loss_weight = torch.where(mask, -wide(advantages.detach()), 0.0)
     ratio = bounded(log_ratio, -loss_weight, clip_eps_high).exp()
     free = ratio * loss_weight

@@ -106,11 +106,8 @@ def _stage(config: CycleConfig, name: str, model: str, rows: Path, n: int) -> di
     """A stage's settings: the toy preset if asked, the model and rows, then what the user says."""
     preset = get(name).config.preset_values("toy") if config.toy else {}
     base = {k: v for k, v in preset.items() if k not in ("output_dir", "model", "device", "data")}
-    own = {
-        "model": {"name_or_path": model},
-        "data": {"path": str(rows), "eval_size": max(16, min(config.eval_prompts, n // 5))},
-    }
-    return merge(merge(base, own), getattr(config, name))
+    data = {"path": str(rows), "eval_size": max(16, min(config.eval_prompts, n // 5))}
+    return merge(merge(base, {"model": {"name_or_path": model}, "data": data}), getattr(config, name))
 
 
 def _settings(
@@ -208,11 +205,10 @@ def judge_canary(said: Sequence[Feedback], old: str, new: str, least: int, margi
         margin: how much worse it may be.
     """
     thumbs = {v: [x.value == "up" for x in said if x.kind == "rating" and x.versions == (v,)] for v in (old, new)}
-    wins = [
-        (x.value == "first") == (x.versions[0] == new)
-        for x in said
-        if x.kind == "choice" and set(x.versions) == {old, new} and x.value in ("first", "second")
+    chosen = [
+        x for x in said if x.kind == "choice" and set(x.versions) == {old, new} and x.value in ("first", "second")
     ]
+    wins = [(x.value == "first") == (x.versions[0] == new) for x in chosen]
     found, words = list[tuple[float, float]](), list[str]()  # intervals of how much better it is
     if min(map(len, thumbs.values())) >= least:
         a, b = (sum(thumbs[v]) / len(thumbs[v]) for v in (new, old))
@@ -251,11 +247,8 @@ def _end_trial(config: CycleConfig, versions: Versions, said: Sequence[Feedback]
     names = known_as(versions, (old, new))
     began = max((e["time"] for e in versions.history() if e["type"] == "canary"), default=0.0)
     bad = {u.name for u in aggregate(said, config.most_votes).outliers} if config.robust else set()
-    fresh = [
-        replace(x, versions=tuple(names.get(v, v) for v in x.versions))
-        for x in said
-        if x.time >= began and x.user not in bad
-    ]
+    believed = [x for x in said if x.time >= began and x.user not in bad]
+    fresh = [replace(x, versions=tuple(names.get(v, v) for v in x.versions)) for x in believed]
     verdict, reason = judge_canary(fresh, old, new, config.canary_votes, config.margin)
     if verdict == "better":
         promote_version(versions, new, reason)

@@ -298,10 +298,8 @@ _LIGHTER: tuple[tuple[str, Any], ...] = (  # what needs less memory, the least h
 
 def _unsaid(config: TextConfig, key: str) -> bool:
     """Whether a setting exists and was left to its default."""
-    *groups, last = key.split(".")
-    part = config
-    for name in groups:
-        part = getattr(part, name)
+    group, _, last = key.rpartition(".")
+    part = getattr(config, group) if group else config
     return bool(config.has(key)) and last not in part.model_fields_set
 
 

@@ -164,8 +164,7 @@ def _copy_log(parent: RunDir, child: RunDir, at: int) -> None:
 
 def _first_difference(parent: Path, again: Path, after: int, at: int) -> str:
     """The first number that two logs of the same steps don't share; "" where they agree."""
-    logs = ({e["step"]: e for e in read_metrics(p) if e.get("type") == "step"} for p in (parent, again))
-    theirs, mine = logs
+    theirs, mine = ({e["step"]: e for e in read_metrics(p) if e.get("type") == "step"} for p in (parent, again))
     for step in range(after + 1, at + 1):
         for key, value in theirs.get(step, {}).items():
             found = mine.get(step, {}).get(key)

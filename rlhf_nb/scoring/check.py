@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,17 +81,12 @@ def first_wrong_layer(model: Any, ids: Tensor, bound: float) -> str | None:
         seen.append((args[0][0], (out[0] if isinstance(out, tuple) else out)[0]))
 
     layers = body.h if blocks.learned_positions else body.layers
-    handles = [layer.register_forward_hook(note) for layer in layers]
-    try:
+    with ExitStack() as hooks:
+        for layer in layers:
+            hooks.enter_context(layer.register_forward_hook(note))
         body(input_ids=ids[None], use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
-    table = (
-        None
-        if blocks.learned_positions
-        else rotary_table(body, torch.arange(len(ids), device=ids.device), seen[0][0].dtype)
-    )
+    places = torch.arange(len(ids), device=ids.device)
+    table = None if blocks.learned_positions else rotary_table(body, places, seen[0][0].dtype)
     for i, (layer, (x, want)) in enumerate(zip(blocks.layers, seen, strict=True)):
         q, k, v = layer.queries_keys_values(x, blocks.heads, blocks.kv_heads)
         q, k = (q, k) if table is None else (rotate(q, *table), rotate(k, *table))
@@ -164,30 +160,21 @@ def self_check(
         return float((logps.double() - want)[c.completion_mask].abs().max()) if c.completion_mask.any() else 0.0
 
     def scored() -> float:
-        share: Any = (
-            "always"
-            if why_no_trees(decoder_of(model), int((c.prompt_lens + c.completion_lens).max())) is None
-            else True
-        )
-        try:
-            return off_by(completion_logps(model, c, temperature=temperature, share_prompts=share).logps)
-        except ModelError:  # trees are refused for another reason
-            return off_by(completion_logps(model, c, temperature=temperature).logps)
+        if why_no_trees(decoder_of(model), int((c.prompt_lens + c.completion_lens).max())) is None:
+            with suppress(ModelError):  # trees are refused for another reason
+                return off_by(completion_logps(model, c, temperature=temperature, share_prompts="always").logps)
+        return off_by(completion_logps(model, c, temperature=temperature).logps)
 
     with evaluating(model), alone_if_small(model, HUGE):
         want = plain_logps(model, c, temperature)
         scorer = scored()
         sampler = None if sampler_logps is None else off_by(sampler_logps[: len(c), : want.shape[1]])
         if max(scorer, sampler or 0.0) > bound:
-            where = None
-            if can_run(model) is None:
-                row = torch.cat([c.prompt_ids[0][c.prompt_mask[0]], c.completion_ids[0, : int(c.completion_lens[0])]])
-                where = first_wrong_layer(model, row, bound)
+            row = torch.cat([c.prompt_ids[0][c.prompt_mask[0]], c.completion_ids[0, : int(c.completion_lens[0])]])
+            layer = first_wrong_layer(model, row, bound) if can_run(model) is None else None
+            where = f", from {layer} on" if layer else ""
             what = f"scorer by {scorer:.2g}" + ("" if sampler is None else f", sampler by {sampler:.2g}")
-            reason = (
-                f"log-probs were found to differ from model(...) ({what} nats, bound "
-                f"{bound:g}){'' if where is None else f', from {where} on'}"
-            )
+            reason = f"log-probs were found to differ from model(...) ({what} nats, bound {bound:g}){where}"
             plain = _distrust_all(model, decoder_of(model), others, reason, scored)
             if plain > bound:
                 raise ModelError(
@@ -228,9 +215,8 @@ def check_scores(
         want = torch.stack([own(i) for i in range(len(c))]).double()
         scorer = off_by()
         if scorer > bound:
-            reason = (
-                f"scores were found to differ from the decoder's own ({scorer:.2g} of the largest, bound {bound:g})"
-            )
+            what = f"{scorer:.2g} of the largest, bound {bound:g}"
+            reason = f"scores were found to differ from the decoder's own ({what})"
             plain = _distrust_all(model, decoder_of(decoder), others, reason, off_by)
             if plain > bound:
                 raise ModelError(

@@ -24,13 +24,11 @@ __all__ = ['KEEP_LOGITS', 'CHUNK_LOGITS', 'CHUNK_GRADIENT', 'CHUNK_ROWS', 'HeadO
            'logit_transform', 'split_head', 'text_config', 'embedding_of', 'width_of']
 
 # %% ../../nbs/scoring/head.ipynb #20b01249
-KEEP_LOGITS = (
-    1 << 24
-)  # log-probs [N, V] of up to this many numbers are kept for the backward pass, larger ones recomputed
+# log-probs [N, V] of up to this many numbers are kept for the backward pass, larger ones recomputed
+KEEP_LOGITS = 1 << 24
 CHUNK_LOGITS = {"cpu": 1 << 22, "cuda": 1 << 26}  # numbers in one chunk's logits
-CHUNK_GRADIENT = (
-    1 << 26
-)  # numbers of the logits' gradient that wait in half precision on a CPU, to be multiplied at once
+# numbers of the logits' gradient that wait in half precision on a CPU, to be multiplied at once
+CHUNK_GRADIENT = 1 << 26
 CHUNK_ROWS = 64  # but never fewer rows than this: each chunk reads the whole head
 _TEMPERATURE = "temperature is {}, but logits are divided by it: use a number above 0 (1.0 leaves them alone)."
 
@@ -136,9 +134,8 @@ class _HeadLogps(torch.autograd.Function):
         in_place = want_w and own and len(h) > 0 and may_add_in_place(w)
         dw = w.grad if in_place else dw
         room = None if how.keep else _room(h, w, how)
-        half = (
-            how.dtype.itemsize < 4 and h.device.type == "cpu"
-        )  # such products must be widened before they are added: seldom
+        # products in half precision must be widened before they are added: seldom
+        half = how.dtype.itemsize < 4 and h.device.type == "cpu"
         wide = how.chunk if not half else max(how.chunk, CHUNK_GRADIENT // len(w) // how.chunk * how.chunk)
         with torch.autocast(h.device.type, enabled=False):
             for a in range(0, len(h), wide):

@@ -97,10 +97,8 @@ def pack_rows(c: Completions, real: Tensor, wanted: Tensor) -> Pack:
     return locate(c, wanted, places, flat[:, 0] - 1, attention_mask=None, **layout)
 
 # %% ../../nbs/scoring/packing.ipynb #871ae7ee
-HEAD, PAIR = (
-    1.5,
-    1 / 700,
-)  # an answer's token with the head, and one token that looks at another; a prompt's token costs 1
+# costs of an answer's token with the head, and of one token that looks at another; a prompt's token costs 1
+HEAD, PAIR = 1.5, 1 / 700
 
 
 def work(prompt: float, answers: Iterable[float]) -> float:

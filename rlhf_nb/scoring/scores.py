@@ -93,9 +93,8 @@ def _fast_states(decoder: nn.Module, p: Pack, wanted: Tensor | None, tied: bool)
     """`fast.blocks`'s forward pass; where much is padding, or attention goes along branches, only real tokens go
     through the layers."""
     weight = next(decoder.parameters())
-    on_cpu = (
-        weight.device.type == "cpu" and weight.dtype.itemsize >= 4
-    )  # under autocast, too: attention stays in float32
+    # under autocast, too: attention stays in float32
+    on_cpu = weight.device.type == "cpu" and weight.dtype.itemsize >= 4
     real = where_true(p.token_mask) if wanted is not None else None
     apart = real is not None and on_cpu and branches_pay(p.branches, width_of(decoder))
     shape = attention_shape(decoder)
@@ -204,16 +203,6 @@ def _themselves(p: Pack) -> Tensor:
     """The tokens' own places."""
     return along(lambda places, rows, cols: places[rows, cols], p.places, p.rows, p.cols)
 
-
-def _ends(p: Pack) -> Tensor:
-    """Where sequences end."""
-    return p.last
-
-
-def _everywhere(p: Pack) -> None:
-    """All places of a batch."""
-    return None
-
 # %% ../../nbs/scoring/scores.ipynb #17934aad
 class TokenScores(NamedTuple):
     """Per completion token, [B, C] each; 0 where no token was asked for."""
@@ -259,9 +248,8 @@ def completion_logps(
     split_head(model)  # refuses what has no head beside a decoder
     parts = split(unwrapped(model))
     if isinstance(parts, str):
-        reason = parts
         return _whole_logps(
-            model, reason, c, temperature, token_budget, entropy, log_sum_sq, value_head, targets, share_prompts
+            model, parts, c, temperature, token_budget, entropy, log_sum_sq, value_head, targets, share_prompts
         )
     decoder, head = parts
     scale, cap = logit_transform(text_config(decoder))
@@ -297,7 +285,6 @@ def _token_scores(
     return TokenScores(scored, *other)
 
 # %% ../../nbs/scoring/scores.ipynb #859a4030
-log = logging.getLogger(__name__)
 _told: set[str] = set()
 
 
@@ -319,9 +306,8 @@ def _whole_logps(
 
     vocabulary = int(getattr(text_config(model), "vocab_size", None) or 1 << 17)
     few = min(budget, max(4 * CHUNK_LOGITS["cpu"] // vocabulary, 1))
-    scores = _token_scores(
-        _forwards(model, c, few, False, targets, _sources, read, output="logits"), c, entropy, False, log_sum_sq
-    )
+    passes = _forwards(model, c, few, False, targets, _sources, read, output="logits")
+    scores = _token_scores(passes, c, entropy, False, log_sum_sq)
     if value_head is not None:
         values = completion_values(
             split_head(model)[0], value_head, c, token_budget=budget, targets=targets, share_prompts=share
@@ -490,7 +476,7 @@ def sequence_scores(
         scores = head(_pooled(p, h, pooling))
         return index, scores if scores.numel() > len(scores) else _flat(scores)
 
-    places = _ends if pooling == "last" else _everywhere
+    places: Callable[[Pack], Tensor | None] = lambda p: p.last if pooling == "last" else None  # where sequences end
     passes = _forwards(decoder, c, token_budget, share_prompts, "all", places, read)
     if not passes:
         raise DataError("the batch has no rows: there is nothing to score.")

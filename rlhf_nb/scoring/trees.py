@@ -46,9 +46,8 @@ def _pack_trees(c: Completions, real: Tensor, wanted: Tensor, starts: Tensor) ->
 
 # %% ../../nbs/scoring/trees.ipynb #a68e6ce1
 Share = bool | Literal["always"]
-TREE_COST = (
-    6.0  # a masked row of n tokens costs n·(1 + n / (TREE_COST · hidden size)); a causal one half the second term
-)
+# a masked row of n tokens costs n·(1 + n / (TREE_COST · hidden size)); a causal one half the second term
+TREE_COST = 6.0
 
 
 def _branches(prompt: Tensor, completion: Tensor, width: int) -> Tensor:

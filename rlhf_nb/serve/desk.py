@@ -7,6 +7,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -76,10 +77,8 @@ class Exchange:
         index = len(self.answers)
 
         def tell(piece: AnswerPiece) -> None:  # in the batcher's thread
-            try:
+            with suppress(RuntimeError):  # the server has ended
                 self.loop.call_soon_threadsafe(self._come, index, piece)
-            except RuntimeError:
-                pass  # the server has ended
 
         self.answers.append(Answer(Ask(tell=tell, **how), model))
 

@@ -57,12 +57,11 @@ def patient_protocol(seconds: float, most: int = 512) -> Any:
                     return h11.NEED_DATA  # the response has ended, and so will the connection
             return event
 
-    headless: dict[Any, None] = {}  # connections that have sent no whole head, the oldest first
+    headless: dict[Any, Any] = {}  # the timers of connections that have sent no whole head, the oldest first
 
     class Patient(H11Protocol):
         """One connection."""
 
-        timer: Any = None
         full = False  # it came when all places were taken
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -72,11 +71,9 @@ def patient_protocol(seconds: float, most: int = 512) -> Any:
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             if len(self.connections) > most:
-                oldest = next(iter(headless), None)
-                self.full = oldest is None
-                if oldest is not None:
-                    oldest._forget()
-                    oldest.transport.close()
+                self.full = not headless
+                if headless:
+                    next(iter(headless))._too_late()
             self._watch()
 
         def data_received(self, data: bytes) -> None:
@@ -99,20 +96,16 @@ def patient_protocol(seconds: float, most: int = 512) -> Any:
         def _watch(self) -> None:
             if self.conn.their_state is not h11.IDLE:
                 self._forget()
-            elif self.timer is None:
-                headless[self] = None
-                self.timer = self.loop.call_later(min(seconds, 1.0) if self.full else seconds, self._too_late)
+            elif self not in headless:
+                headless[self] = self.loop.call_later(min(seconds, 1.0) if self.full else seconds, self._too_late)
 
         def _forget(self) -> None:
-            headless.pop(self, None)
-            if self.timer is not None:
-                self.timer.cancel()
-                self.timer = None
+            if timer := headless.pop(self, None):
+                timer.cancel()
 
         def _too_late(self) -> None:
             self._forget()
-            if self.conn.their_state is h11.IDLE and not self.transport.is_closing():
-                self.transport.close()
+            self.transport.close()
 
     return Patient
 

@@ -170,10 +170,8 @@ class Gate:
         for name, known in self.keys.items():  # all of them, whichever it is
             owner = name if hmac.compare_digest(given, known) else owner
         if scheme.lower() != "bearer" or not owner:
-            advice, headers = (
-                "no valid API key: send it as `Authorization: Bearer KEY`.",
-                {"WWW-Authenticate": "Bearer"},
-            )
+            advice = "no valid API key: send it as `Authorization: Bearer KEY`."
+            headers = {"WWW-Authenticate": "Bearer"}
             raise Refused(401, advice, "authentication_error", "invalid_api_key", headers)
         return f"key {owner}"
 

@@ -399,10 +399,8 @@ def chat_logprobs(tokenizer: Any, tokens: Sequence[Token]) -> dict[str, Any]:
         text, raw = _bytes_of(tokenizer, token)
         return {"token": text, "logprob": max(logp, -9999.0), "bytes": raw}
 
-    return {
-        "content": [{**one(t.id, t.logp), "top_logprobs": [one(i, p) for i, p in t.top]} for t in tokens],
-        "refusal": None,
-    }
+    told = [{**one(t.id, t.logp), "top_logprobs": [one(i, p) for i, p in t.top]} for t in tokens]
+    return {"content": told, "refusal": None}
 
 
 def text_logprobs(tokenizer: Any, tokens: Sequence[Token], offset: int = 0) -> dict[str, Any]:
@@ -416,12 +414,8 @@ def text_logprobs(tokenizer: Any, tokens: Sequence[Token], offset: int = 0) -> d
     words = [_bytes_of(tokenizer, t.id)[0] for t in tokens]
     starts = [offset + sum(map(len, words[:i])) for i in range(len(words))]
     tops = [{_bytes_of(tokenizer, i)[0]: max(p, -9999.0) for i, p in t.top} for t in tokens]
-    return {
-        "tokens": words,
-        "token_logprobs": [max(t.logp, -9999.0) for t in tokens],
-        "top_logprobs": tops,
-        "text_offset": starts,
-    }
+    logps = [max(t.logp, -9999.0) for t in tokens]
+    return {"tokens": words, "token_logprobs": logps, "top_logprobs": tops, "text_offset": starts}
 
 # %% ../../nbs/serve/protocol.ipynb #daaab0bf
 class Form:
@@ -457,12 +451,8 @@ class Form:
                 delta, finish = self.spoken(text, finish)
                 choice = {"message": {"role": "assistant", "content": None, "refusal": None, **delta}}
             choices.append({"index": i, **choice, "finish_reason": finish, "logprobs": self._logprobs(tokens)})
-        return {
-            **self.head,
-            "object": "chat.completion" if self.chat else "text_completion",
-            "choices": choices,
-            "usage": used,
-        }
+        kind = "chat.completion" if self.chat else "text_completion"
+        return {**self.head, "object": kind, "choices": choices, "usage": used}
 
     def spoken(self, text: str, finish: str) -> tuple[dict[str, Any], str]:
         """What an answer says: its words, or its calls and the words before them; and how it ended."""
@@ -474,13 +464,8 @@ class Form:
              "function": {"name": c.name, "arguments": json.dumps(c.arguments, ensure_ascii=False)}}
             for c in parsed[: None if self.parallel else 1]
         ]  # fmt: skip
-        before = (
-            re.split(r"<tool_call>|<\|python_tag\|>|\{", text, maxsplit=1)[0]
-            .strip()
-            .removesuffix("[")
-            .removesuffix("```json")
-            .strip()
-        )
+        before = re.split(r"<tool_call>|<\|python_tag\|>|\{", text, maxsplit=1)[0].strip()
+        before = before.removesuffix("[").removesuffix("```json").strip()
         return {"content": before or None, "tool_calls": calls}, "tool_calls" if finish == "stop" else finish
 
     def begin(self, index: int) -> dict[str, Any]:

@@ -158,8 +158,7 @@ class Site:
         Raises:
             Refused: 404.
         """
-        shares = self.config.split.get(name)
-        if shares is not None:
+        if (shares := self.config.split.get(name)) is not None:
             name = sticky(name, user, shares)
         if name not in self.models:
             hint = did_you_mean(name, self.names, f"There are: {', '.join(self.names)}.")
@@ -294,11 +293,8 @@ def _model(
     window = getattr(net.config.get_text_config(), "max_position_embeddings", None) or config.max_context
     listed = says.get("eos_token_id")
     eos = {*eos_ids(net, tokenizer), *(listed if isinstance(listed, list) else [listed])} - {None}
-    drawn = {
-        k: says[k]
-        for k in ("temperature", "top_p", "top_k", "min_p")
-        if says.get("do_sample") and says.get(k) is not None
-    }
+    rule = says if says.get("do_sample") else {}
+    drawn = {k: rule[k] for k in ("temperature", "top_p", "top_k", "min_p") if rule.get(k) is not None}
     rewards = None
     if name in config.rewards:
         from rlhf_nb.train.decoders import decoder_reward
@@ -338,10 +334,8 @@ def memory_plan(config: ServeConfig) -> list[Planned]:
     cache, left = config.cache * 2**30 / max(1, len(config.models) + len(config.adapters)), config.copies * 2**30
     size, on_cpu = precision.frozen_dtype.itemsize, precision.device.type == "cpu"
     for name, place in config.models.items():
-        made = model_world(place)
-        shape = decoder_shape(
-            load_causal_lm(ModelConfig(name_or_path=place), precision).config if made else find_model(place)[1]
-        )
+        where = ModelConfig(name_or_path=place)
+        shape = decoder_shape(load_causal_lm(where, precision).config if model_world(place) else find_model(place)[1])
         token, weights = shape.layers * 2 * shape.kv_heads * shape.head_dim * size, shape.total * size
         for each in (name, *(n for n, home in homes.items() if home == name)):
             columns = columns_for(config.max_context + block(config.ahead.get(each, 0)), shape.head_dim)

@@ -86,8 +86,7 @@ def make_pairs(
     said = {name: _answers(name, policy, asked) for name, policy in policies.items()}
     pairs: list[Pair] = []
     for i, prompt in enumerate(asked):
-        answers = [(name, text) for name in said for text in said[name][i]]
-        answers = [(name, text) for name, text in answers if text.strip()]
+        answers = [(name, text) for name in said for text in said[name][i] if text.strip()]
         found = [(x, y) for x, y in combinations(answers, 2) if x[1].strip() != y[1].strip()]
         if len(said) > 1:  # between policies where possible
             found = [p for p in found if p[0][0] != p[1][0]] or found
@@ -394,9 +393,8 @@ def tally(labels: Sequence[Label]) -> list[dict[str, Any]]:
     for x in labels:
         a, b = sorted(x.pair.sources)
         if a != b and x.verdict != "skip":
-            first_is_a = x.pair.sources[0] == a
             score = {"first": 1.0, "second": -1.0}.get(x.verdict, 0.0)
-            met.setdefault((a, b), []).append(score if first_is_a else -score)
+            met.setdefault((a, b), []).append(score if x.pair.sources[0] == a else -score)
     rows = []
     for (a, b), scores in met.items():
         r = win_rate(scores, [0.0] * len(scores))

@@ -127,9 +127,7 @@ class Pool:
         grid = max((s for s, _ in known), key=len)
         grid = grid[(grid >= first) & (grid <= last)]
         values: Floats = np.array([np.interp(grid, s, v) for s, v in known])
-        if not key.endswith("_stderr"):
-            return grid, values.mean(0)
-        return grid, _half(values)
+        return grid, _half(values) if key.endswith("_stderr") else values.mean(0)
 
     series = means
 
@@ -581,7 +579,6 @@ def runs_told(folder: str | Path) -> str:
         place = runs.paths[row["name"]]
         left = ", ".join(name for name in ("model", "report.html") if (place / name).exists())
         numbers = ", ".join(f"{n} {x:.4g}" for n, x in row["numbers"].items())
-        lines.append(
-            "; ".join(filter(None, (f"{printable(str(place))}  {row['status']}", row["method"], numbers, left)))
-        )
+        told = (f"{printable(str(place))}  {row['status']}", row["method"], numbers, left)
+        lines.append("; ".join(filter(None, told)))
     return "\n".join(lines) or f"There is no run in {folder}. Begin one: {me()} demo"

@@ -159,8 +159,7 @@ def select_samples(
     found = [r for r in rows if low <= r["step"] <= high and prompt in (None, r["prompt"])]
     found = [r for r in found if text.lower() in f"{r['prompt']}\n{r['completion']}".lower()]
     sign = -1.0 if descending else 1.0
-    found.sort(key=lambda r: (math.isnan(r[by]), sign * r[by]))
-    return found[:n]
+    return sorted(found, key=lambda r: (math.isnan(r[by]), sign * r[by]))[:n]
 
 
 def _cut(text: str, width: int) -> str:
