@@ -415,6 +415,11 @@ def test_a_strangers_expression_cannot_hold_a_run(key: str) -> None:
     assert call_form("", BROUGHT) is BROUGHT
 
 
+@pytest.mark.parametrize("brought", ["x", ["y"], {"fields": 3}, {"fields": None}, {"fields": {"content": {}}}, None])
+def test_a_template_that_is_none_is_no_template(brought: Any) -> None:
+    assert call_form("<tool_call>", brought) == "hermes"
+
+
 BAD_STEPS: dict[str, Any] = {
     "nothing": None, "text": "hi", "gymnasium's five": ("b", 1.0, False, False, {}), "a number to say": Step(3),  # type: ignore[arg-type]
     "bytes": Step(b"b"), "one message": Step({"role": "user", "content": "b"}), "no role": Step([{"content": "b"}]),  # type: ignore[arg-type, list-item]

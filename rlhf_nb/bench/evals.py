@@ -21,7 +21,6 @@ from ..train.decoders import decoder_reward, load_decoder
 from ..aliases import elsewhere
 from ..config import DataConfig, ModelConfig, PathText, PrecisionName, StrictConfig, option, read_config_file
 from ..core import ConfigError, DataError, decide_precision, did_you_mean
-from ..data.formats import prompt_text
 from ..data.templates import as_chat, encode_continuations, encode_prompts
 from .results import Results, results_of
 from rlhf_nb.bench.suites import (

@@ -65,7 +65,8 @@ def call_form(template: str | None, brought: Any = None) -> Any:
     `CallForm`, from the chat template.
     """
     text = template or ""
-    if "tool_calls" in (brought or {}).get("fields", ()):
+    fields = brought.get("fields") if isinstance(brought, dict) else None
+    if isinstance(fields, dict) and "tool_calls" in fields:
         try:
             check_response_template(brought)
         except RefusedProgram as e:
