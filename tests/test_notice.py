@@ -153,7 +153,9 @@ def test_parts_are_joined_by_their_places_not_by_their_ranks(tmp_path: Path) -> 
 
 def test_each_inner_epoch_has_its_own_order() -> None:
     method = SimpleNamespace(mini_batches=lambda data, seed: iter([seed]))
-    run: Any = SimpleNamespace(config=SimpleNamespace(num_inner_epochs=3, seed=0), step=4, method=method)
+    run: Any = SimpleNamespace(
+        config=SimpleNamespace(num_inner_epochs=3, seed=0), step=4, method=method, engine=SimpleNamespace(roles=None)
+    )
     assert len(set(Trainer._mini_batches(run, None))) == 3
 
 

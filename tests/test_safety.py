@@ -597,7 +597,7 @@ def test_a_metric_of_steps_is_averaged(tmp_path: Path) -> None:
 
 def test_keep_best_that_cannot_be_obeyed(tmp_path: Path) -> None:
     for over, word in [
-        ({"keep_best": "eval/loss:lowest", "eval_every": 3}, "stands :min or :max"),
+        ({"keep_best": "eval/loss:lowest", "eval_every": 3}, "comes :min or :max"),
         ({"keep_best": "eval/loss", "eval_every": None}, "set eval_every"),
     ]:
         with pytest.raises(ConfigError, match=word):

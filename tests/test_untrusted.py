@@ -44,7 +44,7 @@ runner = CliRunner()
 # --- one home for each dangerous call ---------------------------------------------------------------------------------------------
 
 HOMES = {  # what reads foreign bytes -> the modules that may call it
-    "json.loads": {"untrusted", "run.strategies", "cli.settings", "data.foreign", "aliases"},  # in the child of `data.foreign`; a variable that `launch` sets; the package's own facts.json
+    "json.loads": {"untrusted", "run.strategies", "cli.settings", "data.foreign", "aliases", "run.roles"},  # in the child of `data.foreign`; a variable that `launch` sets; the package's own facts.json; what ranks of one job say
     "json.load": set(), "yaml.load": {"untrusted", "aliases"},  # the latter: the package's own trl.yaml
     "yaml.safe_load": set(), "yaml.full_load": set(), "yaml.unsafe_load": set(),
     "pickle.load": {"learn.checks"},  # in the child that runs a submission: what its parent wrote

@@ -78,7 +78,7 @@ def test_a_run_that_is_not_there_yet(tmp_path: Path) -> None:
     board = Dashboard(path)
     assert "waiting" in board.refresh()
     board.ask("stop")
-    assert "nobody would hear" in board.refresh()
+    assert "no process would hear" in board.refresh()
     write(path)
     assert reader.poll() and reader.status.state == "running" and "20 of 100" in str(board.refresh())  # type: ignore[index]
 
