@@ -174,6 +174,14 @@ def lagged(**over: Any) -> Any:
     return _group("grpo", "GRPO", False, **{"num_generations": 4, "kl_coef": 0.05, "rollouts": {"lag": 2}, **over})
 
 
+def lagged_scored(**over: Any) -> Any:
+    """The same with a reward model, which the threads ask while the loop asks the reference."""
+    from rlhf_nb.models.heads import RewardModel
+
+    rm = RewardModel.from_policy(toy_model()[0], seed=5)
+    return _group("grpo", "GRPO", False, rm, **{"num_generations": 4, "kl_coef": 0.05, "rollouts": {"lag": 2}, **over})
+
+
 def evaluations(root: Path, held: int = 7) -> dict[str, dict[str, float]]:
     """What every kind of method measures on held-out rows before it learns anything; one row stands there twice.
 

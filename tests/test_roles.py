@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,13 +18,22 @@ import torch
 import yaml
 from process_cases import dpo, run_ranks
 from safetensors.torch import load_file
+from test_cli import call
 from test_launch import case_on_ranks
 
-from rlhf_nb.core import ConfigError, Precision, RunError
+from rlhf_nb.core import ConfigError, Precision, RunError, decide_precision
 from rlhf_nb.data import toy
 from rlhf_nb.models.adapters import Reference
+from rlhf_nb.rewards.base import Ensemble, RewardModelFn, Rewards
+from rlhf_nb.run.loop import Trainer
 from rlhf_nb.run.roles import ClusterTopology, Roles
 from rlhf_nb.scale.launch import launch
+from rlhf_nb.scale.plan import placement_table
+from rlhf_nb.scale.topology import job_of
+from rlhf_nb.train import online_config
+from rlhf_nb.train.grpo import GRPOConfig
+from rlhf_nb.train.online_config import as_rewards
+from rlhf_nb.train.rlaif import Labelling
 from rlhf_nb.types import Completions
 
 FP32 = Precision(torch.device("cpu"), torch.float32, torch.float32, torch.float32, False, "")
@@ -53,11 +63,11 @@ def same(one: Path, other: Path) -> None:
 
 
 @pytest.mark.slow  # 30 CPU seconds each
-@pytest.mark.parametrize("case", ["dpo", "dpo_lora", "kto", "grpo", "lagged", "ppo"])
+@pytest.mark.parametrize("case", ["dpo", "dpo_lora", "kto", "grpo", "lagged", "lagged_scored", "ppo"])
 @pytest.mark.parametrize(("learn", "frozen"), [(2, 2), (3, 1)])
 def test_apart_is_together(case: str, learn: int, frozen: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: dict[str, Any] = {} if learn == 2 else {"mini_batch_size": 12}
-    if learn == 3 and case in ("grpo", "lagged", "ppo"):
+    if learn == 3 and case in ("grpo", "lagged", "lagged_scored", "ppo"):
         sizes["rollout_batch_size"] = 24
     run_ranks(case, tmp_path / "together", learn, **sizes)
     monkeypatch.setenv("RLHF_NB_TOPOLOGY", topology(tmp_path, learn, frozen))
@@ -68,14 +78,14 @@ def test_apart_is_together(case: str, learn: int, frozen: int, tmp_path: Path, m
     asked = 16 if case == "ppo" else 8  # a header and five tensors there, a header and the answer back; of each model
     if case in ("dpo", "dpo_lora", "kto"):  # two questions before the first update, none before the last
         assert [e["perf/transfers"] for e in told] == [14, *[8] * 8, 2]
-    elif case != "lagged":
+    elif not case.startswith("lagged"):
         assert [e["perf/transfers"] for e in told] == [asked] * 10
 
 
 def both(frozen_rank: Callable[[Roles], None], learner: Callable[[Roles], None]) -> None:
     """Two threads play a learning and a frozen rank."""
     store = torch.distributed.HashStore()
-    pair = ClusterTopology(nodes=[{"devices": 2}], links=[], placement={"actor": [0], "reference": [1]})
+    pair = ClusterTopology(nodes=[{"devices": 2}], links=[], placement={"actor": [0], "reference+reward": [1]})
     wrong: list[BaseException] = []
 
     def other() -> None:
@@ -120,6 +130,96 @@ def test_messages_are_typed_and_counted_and_faults_are_told() -> None:
             remote.begin(c)  # and is never asked for: drained
 
     both(frozen_rank, learner)
+
+
+class Doubles:
+    """Answers a reference's questions and a reward model's, and can't answer about a token 13."""
+
+    def logps(self, c: Completions, **_: Any) -> torch.Tensor:
+        if (c.completion_ids == 13).any():
+            raise ValueError("thirteen")
+        return c.completion_ids.float() * 2
+
+    def score(self, c: Completions, **_: Any) -> torch.Tensor:
+        return c.completion_lens.float() * 3
+
+
+def serves(roles: Roles) -> None:
+    """A frozen rank with both models."""
+    roles.place("reference", Doubles)
+    roles.place("reward", Doubles)
+    roles.serve(FP32)
+
+
+def test_threads_share_a_wire() -> None:
+    def batch(i: int) -> Completions:
+        n = 2 + i % 5
+        return Completions.from_lists([[1, 2, 3]] * n, [[20 + i + j] * (1 + (i + j) % 6) for j in range(n)])
+
+    def learner(roles: Roles) -> None:
+        reference: Any = roles.place("reference", Doubles)
+        reward: Any = roles.place("reward", Doubles)
+        right: list[bool] = []
+        send = roles.wire.group.send
+        late = lambda *told: (time.sleep(0.001), send(*told))[1]  # another thread's turn
+        roles.wire.group = SimpleNamespace(send=late, recv=roles.wire.group.recv)
+
+        def score(first: int) -> None:
+            for i in range(first, first + 20):
+                right.append(torch.equal(reward.score(batch(i)), batch(i).completion_lens.float() * 3))
+
+        with roles.asking(FP32):
+            threads = [threading.Thread(target=score, args=(k,), daemon=True) for k in (0, 1)]
+            for thread in threads:
+                thread.start()
+            for i in range(20):
+                right.append(torch.equal(reference.logps(batch(i)), batch(i).completion_ids.float() * 2))
+            for thread in threads:
+                thread.join(60)
+        assert len(right) == 60 and all(right)
+
+    both(serves, learner)
+
+
+def test_an_error_is_told_while_another_question_is_open() -> None:
+    def learner(roles: Roles) -> None:
+        reference: Any = roles.place("reference", Doubles)
+        roles.place("reward", Doubles)
+        bad, good = (Completions.from_lists([[1, 2]], [[token, 5]]) for token in (13, 7))
+        with roles.asking(FP32):
+            reference.begin(bad)
+            reference.begin(good)
+            time.sleep(0.2)  # both answers are under way
+            with pytest.raises(RunError, match="rank 1 could not answer: ValueError: thirteen"):
+                reference.logps(bad)
+            assert torch.equal(reference.logps(good), torch.tensor([[14.0, 10.0]]))
+
+    both(serves, learner)
+
+
+def test_a_learner_that_dies_during_an_answer_is_named_as_one_that_learns() -> None:
+    def frozen_rank(roles: Roles) -> None:
+        def broken(*_: Any) -> None:
+            raise RuntimeError("Connection closed by peer")
+
+        roles.place("reference", Doubles)
+        roles.wire.give = broken  # type: ignore[method-assign]
+        with pytest.raises(RunError, match="rank 0, which learns, has failed or was ended"):
+            roles._answer(0, "reference", Completions.from_lists([[1]], [[2]]), 1.0, 100)
+
+    both(frozen_rank, lambda roles: None)
+
+
+def test_ctrl_c_leaves_a_frozen_rank_answering_until_the_learners_are_done() -> None:
+    answered: list[str] = []
+
+    def answer_others(module: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        answered.append("the learner's last question")
+
+    engine = SimpleNamespace(answers=True, answer_others=answer_others)
+    run: Any = SimpleNamespace(engine=engine, method=SimpleNamespace(module=None), history="history")
+    assert Trainer.fit(run) == "history" and answered
 
 
 def test_formats_that_differ_are_refused() -> None:
@@ -177,6 +277,38 @@ def test_another_number_of_processes_is_refused(tmp_path: Path) -> None:
     path = topology(tmp_path, 2, 2)
     with pytest.raises(ConfigError, match=r"has 4 devices, but 3 process\(es\) come up"):
         launch(case_on_ranks, num_processes=3, run_dir=tmp_path / "run", device="cpu", topology=path)
+
+
+APART = ClusterTopology(nodes=[{"devices": 2}], links=[], placement={"actor": [0], "reference+reward": [1]})
+
+
+def test_rewards_that_would_not_be_placed_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(online_config, "roles_here", lambda: SimpleNamespace(topology=APART))
+    words = r"reward the ranks \[1\], which is built for one reward model alone"
+    config = GRPOConfig(kl_coef=0.05)
+    for reward in (Ensemble([Doubles(), Doubles()]), Rewards([RewardModelFn(Doubles())])):
+        with pytest.raises(ConfigError, match=words):
+            as_rewards(reward, config)
+    assert as_rewards(toy.gold_reward, config).fns == [toy.gold_reward]  # a function stays where it is
+    several = config.replace(rewards=[{"model": "a"}, {"model": "b"}])
+    job = job_of(several, decide_precision("cpu", "fp32"))
+    with pytest.raises(ConfigError, match=words):
+        placement_table(toy.build_model(0).config, job, APART)
+
+
+def test_options_that_a_topology_leaves_without_effect_are_refused(tmp_path: Path) -> None:
+    path = topology(tmp_path, 1, 1)
+    for more in (["--slurm"], ["--k8s", "image"]):
+        assert "RLHF_NB_TOPOLOGY" in call("launch", "dpo", "--toy", "--topology", path, *more, code=1)
+    for more in (["--gpus", "2"], ["--price", "2"], ["--memory", "40"], ["--on", "h100"]):
+        assert "leave them out" in call("plan", "dpo", "--toy", "--topology", path, *more, code=1)
+    assert "| 0 | actor+critic |" in call("plan", "dpo", "--toy", "--topology", path)
+
+
+def test_labelling_places_nothing() -> None:
+    job: Any = SimpleNamespace(engine=SimpleNamespace(roles=object()))
+    with pytest.raises(ConfigError, match="leave the topology out"):
+        Labelling.run(job)
 
 
 def dies(root: str) -> None:

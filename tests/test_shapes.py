@@ -550,3 +550,8 @@ def test_a_label_that_is_no_thumb_is_looked_at_like_any_column(label: Any) -> No
     """A reward's own column may be called so."""
     assert text_parts({"prompt": "1+1?", "label": label})
     assert text_parts({"prompt": "1+1?", "completion": "2", "label": label})
+
+
+def test_rated_answers_that_all_become_demonstrations_are_told() -> None:
+    with pytest.warns(DataNote, match="Each response is learnt from, badly rated ones too"):
+        list(in_kind([{"prompt": "x", "response": "y", "helpfulness": 0}], "sft"))

@@ -499,6 +499,11 @@ def plan_command(
 
         cfg, given = _planned("plan", kind, overrides, config, toy)
         if topology is not None:
+            if {on, price, memory, host} != {None} or gpus != [1, 8, 512, 10_000]:
+                raise ConfigError(
+                    "--topology says which processes there are, and --gpus, --on, --memory, --host and --price belong "
+                    "to a plan without one: leave them out, or --topology."
+                )
             _tell(placement_for(cfg, topology), err=False)
             return
         _tell(plan_for(cfg, gpus, on, memory, host, shlex.join(given), price), err=False)
@@ -570,6 +575,11 @@ def launch_command(
             raise ConfigError(
                 f"a pipeline starts its stages' processes itself: rlhf-nb run processes={processes} strategy={strategy}"
                 f"{''.join(f' {shlex.quote(word)}' for word in typed(config, toy, overrides))}"
+            )
+        if topology is not None and (slurm or k8s):
+            raise ConfigError(
+                "--topology places models on processes that start here, and what --slurm and --k8s print doesn't "
+                "carry it: leave it out, and set RLHF_NB_TOPOLOGY to the file's path in the script."
             )
         cfg = with_proxy(kind, load_config(kind, config, overrides, toy), toy)
         say_what_to_train("launch", kind, cfg, typed(config, toy, overrides))

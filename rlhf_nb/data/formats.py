@@ -733,7 +733,7 @@ def to_rows(rows: Iterable[Row], to: str | None = None, reading: Reading = PLAIN
                 continue
             if shape is not None and shape.name not in told:
                 told.add(shape.name)
-                note_shape(shape, row)
+                note_shape(shape, row, to)
             kept += 1
             begun += shape is not None and shape.name == "sharegpt" and _begins_with_answer(row)
             yield normal

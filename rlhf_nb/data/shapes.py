@@ -493,6 +493,8 @@ def read_as(shape: Shape, row: Row, to: str | None, where: str, reading: Reading
     return {**{k: v for k, v in row.items() if k not in used}, **made}
 
 
-def note_shape(shape: Shape, row: Row) -> None:
+def note_shape(shape: Shape, row: Row, to: str | None) -> None:
     """Say what a file was taken for."""
-    warnings.warn(f"read as {shape.says(row)}.", DataNote, stacklevel=4)
+    rated = to == "sft" and "helpfulness" in row  # HelpSteer2: one rated answer a row
+    every = " Each response is learnt from, badly rated ones too; docs/data.md says how to choose." if rated else ""
+    warnings.warn(f"read as {shape.says(row)}.{every}", DataNote, stacklevel=4)

@@ -456,7 +456,8 @@ def learns_or_answers(fit: Callable[Concatenate[Trainer, _P], History]) -> Calla
     def either(run: Trainer, /, *args: _P.args, **kwargs: _P.kwargs) -> History:
         if not run.engine.answers:
             return fit(run, *args, **kwargs)
-        run.engine.answer_others(run.method.module)
+        with GracefulStop(False):  # the learning ranks stop, save, and say that they are done
+            run.engine.answer_others(run.method.module)
         return run.history
 
     return either
@@ -501,8 +502,7 @@ class Trainer:
         self.history, self.log, self.meter = History(), EventLog(None, self.engine.rank), method.meter
         if self.engine.roles is not None:
             self.meter.further = self.engine.roles.wire.report
-        self.ending = threading.Event()
-        self.control, self.saves = RunControl(self), Saves(config, epoch=epoch)
+        self.control, self.saves, self.ending = RunControl(self), Saves(config, epoch=epoch), threading.Event()
         self.lock = RunLock(self.run_dir.path)
 
     @cached_property

@@ -108,6 +108,11 @@ class ClusterTopology(StrictConfig):
             if ranks != self.ranks("actor") and not set(roles) & {*group.split("+")}:
                 raise ConfigError(_said("unused", group=group, ranks=ranks))
 
+    def check_one_reward_model(self) -> None:
+        """Refuse ranks of its own for what isn't a single reward model."""
+        if self.ranks("reward") not in ([], self.ranks("actor")):
+            raise ConfigError(_said("rewards", ranks=self.ranks("reward")))
+
     def check_world(self, processes: int, path: object) -> None:
         """Refuse another number of processes than the file has devices."""
         if self.world != processes:
@@ -159,7 +164,7 @@ def _written_out(ranks: int | str) -> range:
 
 # %% ../../nbs/run/roles.ipynb #5b330009
 _FORMATS = (torch.int64, torch.bool, torch.float32)
-_REQUEST, _ANSWER = 1, 2  # tags of messages
+_REQUEST, _ANSWER, _TEXT = 1, 2, 3  # tags of messages
 _HEADER = 32  # numbers
 
 
@@ -222,7 +227,7 @@ class Wire:
         length, self.served = int(asked.header[1]), self.served + float(asked.header[2])
         if length:
             text = torch.zeros(length, dtype=torch.uint8)
-            self.group.recv([text], peer, _ANSWER).wait()
+            self.group.recv([text], peer, _TEXT).wait()
             raise RunError(f"rank {peer} could not answer: {bytes(text.tolist()).decode()}")
         return asked.answer
 
@@ -242,8 +247,8 @@ class Wire:
         """Answer a question, or say why there is no answer."""
         text = torch.tensor(list(problem.encode()), dtype=torch.uint8)
         head = torch.tensor([1.0, len(text), seconds], dtype=torch.float64)
-        works = [self.group.send([t], peer, _ANSWER) for t in (head, answer, *([text] if len(text) else []))]
-        for work in works:
+        told = [(head, _ANSWER), (answer, _ANSWER), *([(text, _TEXT)] if len(text) else [])]
+        for work in [self.group.send([t], peer, tag) for t, tag in told]:
             work.wait()
 
     def report(self) -> dict[str, float]:
@@ -269,24 +274,25 @@ class RemoteModel:
         self.roles, self.role, self.peer, self.model = roles, role, peer, nn.Module()
         self._asked: list[tuple[list[Tensor], tuple[float, int], Waiting]] = []
 
-    def begin(self, c: Completions, temperature: float = 1.0, token_budget: int = TOKEN_BUDGET) -> None:
+    def begin(self, c: Completions, temperature: float = 1.0, token_budget: int = TOKEN_BUDGET) -> Any:
         """Ask now what `logps` or `score` will be asked with the same arguments; returns at once."""
         if not self.roles.open:
             raise RunError(_said("outside", role=self.role, peer=self.peer))
         tensors = list(c.on_host().columns_dict().values())
         shape = tensors[2].shape if self.role == "reference" else tensors[3].shape
-        with self.roles.named(self.role, self.peer):
+        with self.roles.named(self.role, self.peer), self.roles.lock:
             role = PLACED_ROLES.index(self.role)
             asked = self.roles.wire.ask(self.peer, role, tensors, shape, temperature, token_budget)
-        self._asked.append((tensors, (temperature, token_budget), asked))
+            self._asked.append((tensors, (temperature, token_budget), asked))
+            return self._asked[-1]
 
     def logps(self, c: Completions, temperature: float = 1.0, token_budget: int = TOKEN_BUDGET) -> Tensor:
         """[B, C] log-probs of the completion tokens under the reference, as `Reference.logps`."""
         mine, how = list(c.on_host().columns_dict().values()), (temperature, token_budget)
-        same = [i for i, a in enumerate(self._asked) if a[1] == how and all(map(torch.equal, a[0], mine))]
-        if not same:
-            self.begin(c, temperature, token_budget)
-        found = self._asked.pop(same[0] if same else -1)
+        with self.roles.lock:
+            same = (a for a in self._asked if a[1] == how and all(map(torch.equal, a[0], mine)))
+            found = next(same, None) or self.begin(c, temperature, token_budget)
+            self._asked = [a for a in self._asked if a is not found]
         with self.roles.named(self.role, self.peer):
             return self.roles.wire.wait(found[2], self.peer).to(c.completion_ids.device)
 
@@ -328,6 +334,7 @@ class Roles:
         self.frozen, self.open, self.fits = rank not in self.learners, False, 0
         self.held: dict[str, Any] = {}
         self.remote: dict[str, RemoteModel] = {}
+        self.lock = threading.RLock()  # a question's messages follow each other, whichever thread asks
         own = torch.distributed.distributed_c10d.PrefixStore("roles", store)
         self.wire = Wire(torch.distributed.ProcessGroupGloo(own, rank, world, _LONG))  # beside torch's default group
 
@@ -392,7 +399,7 @@ class Roles:
                     work.wait()
         except BaseException:
             for peer in peers:
-                with suppress(RuntimeError):
+                with suppress(RuntimeError), self.lock:
                     self.wire.ask(peer, -2, [], [0])
             raise
         finally:
@@ -441,8 +448,10 @@ class Roles:
             answer = ask(c, token_budget=int(budget)).float().cpu().contiguous()
         except Exception as error:  # whatever a model raises: the rank that asked says it
             problem = f"{type(error).__name__}: {error}"[:1000]
-        with self.named("question", peer):
+        try:
             self.wire.give(peer, answer, time.monotonic() - begun, problem)
+        except RuntimeError as error:
+            raise RunError(_said("alone", peer=peer)) from error
 
 # %% ../../nbs/run/roles.ipynb #5b33000f
 @lru_cache(1)

@@ -279,6 +279,8 @@ def placement_table(model: Any, job: Job, topology: ClusterTopology) -> str:
     """
     shape, learn, groups = decoder_shape(model), topology.ranks("actor"), topology.groups()
     apart = {role: held for role, held in _APART.items() if held in job.models and topology.ranks(role) != learn}
+    if job.models.count("reward model") > 1:
+        topology.check_one_reward_model()
     mine = dataclasses.replace(job, holds=tuple(held for held in job.models if held not in apart.values()))
     topology.check_used([role for role in apart if topology.holders(role)])
     budget = predict_memory(shape, mine, Split(len(learn), overhead=_OVERHEAD))

@@ -15,11 +15,11 @@ from ..data.worlds import toy_presets, world_of
 from ..decode.named import DecoderConfig
 from ..losses.kl import AdaptiveKL, FixedKL
 from ..models.heads import RewardModel
-from ..rewards.base import RewardModelFn, Rewards
+from ..rewards.base import Ensemble, RewardModelFn, Rewards
 from ..rollout.episodes import EnvironmentReward, EpisodeConfig, Kind
 from ..rollout.service import RolloutsConfig
 from ..run.control import Control
-from ..run.engine import placed
+from ..run.engine import placed, roles_here
 from .entries import from_entries, load_models
 from .method import TextConfig
 from .watched import RewardPart, entries_as_rewards, with_watched
@@ -179,7 +179,7 @@ def as_rewards(
     """
     pays = environment is not None and any(kind.pays for kind in environment.values())
     reward = EnvironmentReward() if reward is None and pays else reward
-    if isinstance(reward, RewardModel):
+    if alone := isinstance(reward, RewardModel):
         scorer = reward
         reward = RewardModelFn(placed("reward", lambda: scorer), token_budget=config.token_budget)
     if isinstance(reward, Rewards) and config.reward_weights:
@@ -189,6 +189,9 @@ def as_rewards(
         )
     how: dict[str, Any] = {"weights": config.reward_weights, "timeout": config.reward_timeout}
     rewards = reward if isinstance(reward, Rewards) else Rewards(reward, **how)
+    roles, several = roles_here(), any(isinstance(f, Ensemble | RewardModelFn) for f in rewards.fns)
+    if roles is not None and several and not alone:
+        roles.topology.check_one_reward_model()
     if pays and not any(isinstance(f, EnvironmentReward) for f in rewards.fns):
         rewards = with_watched(rewards, Rewards([EnvironmentReward()]))
         rewards.weights[-1] = 1.0

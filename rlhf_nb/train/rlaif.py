@@ -376,11 +376,14 @@ class Labelling:
             overwrite: delete what another run left.
 
         Raises:
+            ConfigError: a topology places models.
             RunError: the folder holds another run, or one with settings that would label otherwise; nothing can be
                 written.
             RewardError: the judge can't be asked; what is labelled is kept.
             KeyboardInterrupt: it was interrupted; what is labelled is kept.
         """
+        if self.engine.roles is not None:
+            raise ConfigError("labelling keeps no frozen model to place on other ranks: leave the topology out.")
         with RunLock(self.config.output_dir) if self.engine.is_main else nullcontext():
             return self._run_locked(resume, overwrite)
 
