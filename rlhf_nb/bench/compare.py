@@ -181,11 +181,8 @@ def compare_folders(
 # %% ../../nbs/bench/compare.ipynb #f288845h
 def sides_scores(compared: Compared) -> dict[str, tuple[float, float | None, float | None]]:
     """Score and interval of each model."""
-    return {
-        k: (m["score"]["value"], m["score"].get("low"), m["score"].get("high"))
-        for k, m in compared.models.items()
-        if "score" in m
-    }
+    scores = {k: m["score"] for k, m in compared.models.items() if "score" in m}
+    return {k: (s["value"], s.get("low"), s.get("high")) for k, s in scores.items()}
 
 
 def draw_comparison(
@@ -214,9 +211,8 @@ def draw_comparison(
         real = p.p_holm < 1 - p.difference.level
         right.plot([p.difference.low, p.difference.high], [i, i], color="#aa3377" if real else "#bbbbbb", lw=2)
         right.plot([p.difference.value], [i], "o", color="#aa3377", mfc="#aa3377" if real else "white")
-    right.set_yticks(
-        range(len(pairs)), [f"{printable(p.first)[-16:]} − {printable(p.second)[-16:]}" for p in reversed(pairs)]
-    )
+    names = [f"{printable(p.first)[-16:]} − {printable(p.second)[-16:]}" for p in reversed(pairs)]
+    right.set_yticks(range(len(pairs)), names)
     right.set_xlabel("difference (filled: real after Holm's correction)")
     for axis in (left, right):
         axis.set_ylim(-0.7, max(len(scores) if axis is left else len(pairs), 1) - 0.3)

@@ -97,9 +97,8 @@ class Shape:
         columns = self.columns(row) or {}
         roles = {role: " + ".join(names[0] for names in terms if names) for role, terms in columns.items()}
         parts = [f"{names} → {role}" for role, names in roles.items() if names != role]
-        return f"{self.title}: {', '.join(parts) or ', '.join(roles)}" + (
-            " (system → first message)" if instructions(row) else ""
-        )
+        system = " (system → first message)" if instructions(row) else ""
+        return f"{self.title}: {', '.join(parts) or ', '.join(roles)}{system}"
 
 
 SYSTEM = ("system", "system_prompt")  # columns with instructions, whatever the shape
@@ -216,9 +215,8 @@ def _best(prompt: Any, answers: list[tuple[Any, float]], where: str, to: str | N
 
 def _text_of(answer: Mapping[str, Any], where: str) -> Any:
     """What an answer says."""
-    text = next(
-        (answer[k] for k in ("response", "answer", "text", "content", "completion") if answer.get(k) is not None), None
-    )
+    names = ("response", "answer", "text", "content", "completion")
+    text = next((answer[k] for k in names if answer.get(k) is not None), None)
     if text is None:
         raise DataError(
             f"{where} has no text (response, answer, text), but {', '.join(map(str, answer)) or 'nothing'}."

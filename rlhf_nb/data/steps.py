@@ -199,11 +199,8 @@ def tokenize_steps(
         if not kept:
             lost["no step inside max_length"] += 1
             continue
-        tokens = {
-            "prompt_ids": head, "completion_ids": tail, "step_ends": [e for e, _ in kept],
-            "step_labels": [v for _, v in kept],
-        }  # fmt: skip
-        out.append({**tokens, "lengths": [len(prompt), len(ids)]})
+        marks = {"step_ends": [e for e, _ in kept], "step_labels": [v for _, v in kept]}
+        out.append({"prompt_ids": head, "completion_ids": tail, **marks, "lengths": [len(prompt), len(ids)]})
     if not out and warn:
         raise DataError(
             f"none of {total} rows has a step left ({', '.join(lost) or 'no rows'}): raise data.max_length."

@@ -156,9 +156,8 @@ def read_run(place: str | Path) -> Told:
     if run is None or not (run / "config.yaml").is_file() or not (run / "metrics.jsonl").is_file():
         if (model / MERGE_RECORD).is_file():
             return Told(model, merged=_merge_record(model / MERGE_RECORD))
-        return Told(
-            model, missing=["no run's folder was beside the weights, so nothing is known of how they were made"]
-        )
+        missing = "no run's folder was beside the weights, so nothing is known of how they were made"
+        return Told(model, missing=[missing])
     events = read_metrics(run)
     start = next((e for e in events if e.get("type") == "start"), {})
     told = Told(model, run, start=start)

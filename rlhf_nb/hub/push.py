@@ -9,7 +9,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +58,9 @@ def find_secrets(folder: Path) -> list[str]:
             if hit := re.search(pattern, text):
                 secrets.append(f"{name}, line {text.count(chr(10), 0, hit.start()) + 1}: {what} ({hit[0][:4]}…)")
         if path.suffix in (".yaml", ".yml"):
-            try:
-                key = _kept_secret(parse_yaml(text))
-            except Unreadable:
-                key = None
-            if key:
-                secrets.append(f"{name}: the setting {key}")
+            with suppress(Unreadable):
+                if key := _kept_secret(parse_yaml(text)):
+                    secrets.append(f"{name}: the setting {key}")
     return secrets
 
 # %% ../../nbs/hub/push.ipynb #dc75906a

@@ -118,13 +118,12 @@ _MOST_BYTES = 1 << 24
 
 def _read_all(response: Any, deadline: float) -> bytes:
     """The body, within a deadline and a size that no honest answer exceeds."""
-    parts, size = [], 0
+    body = bytearray()
     while chunk := response.read1(1 << 16):
-        parts.append(chunk)
-        size += len(chunk)
-        if size > _MOST_BYTES or time.monotonic() > deadline:
-            raise _TryAgain(f"the answer was still coming after {size} bytes")
-    return b"".join(parts)
+        body += chunk
+        if len(body) > _MOST_BYTES or time.monotonic() > deadline:
+            raise _TryAgain(f"the answer was still coming after {len(body)} bytes")
+    return bytes(body)
 
 # %% ../../nbs/judges/endpoint.ipynb #50f17c79
 def _http_error(e: urllib.error.HTTPError, address: str, more: str) -> Exception:

@@ -82,8 +82,7 @@ def find_bug(number: int | None = None, line: int | None = None) -> str:
     _keep(f"bug_{number}", CheckResult("right" if right else "wrong", ""), line)
     if not right:
         return f"Line {line} is as it should be. What would a run look like? Read docstring and names once more."
-    named = (
-        f"Named by {bug.entry['who']}." if bug.entry["who"] else "Neither doctor nor self-check nor a light names it."
-    )
+    who = bug.entry["who"]
+    named = f"Named by {who}." if who else "Neither doctor nor self-check nor a light names it."
     score = f"{len({*solved, number})} of {len(every)} bugs found."
     return f"Yes. {bug.entry['why']} {named} {score}"

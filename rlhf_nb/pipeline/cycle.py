@@ -182,10 +182,8 @@ def learn(
     if refused := _reasons(first):
         return None, f"the judge of the gate is no judge ({refused})"
     trusted = [{"model": str(first.model_dir("reward")), "name": "judge"}]
-    if config.learn == "dpo":
-        stages = {"dpo": _stage(config, "dpo", model, train, sizes[0])}
-    else:
-        stages = {name: _stage(config, name, model, train, sizes[0]) for name in ("reward", "ppo")}
+    names = ("dpo",) if config.learn == "dpo" else ("reward", "ppo")
+    stages = {name: _stage(config, name, model, train, sizes[0]) for name in names}
     policy = RLHFPipeline(_settings(config, folder / "policy", stages, trusted), say)
     _run(policy)
     made = policy.final_model()

@@ -102,8 +102,7 @@ class AnswerReward(ABC):
         answers: Sequence[Any] = columns[column]
         if len(answers) != n:
             raise RewardError(f"reward {name!r}: {n} completions, {len(answers)} entries in column {column!r}.")
-        parsed: list[Any] = []
-        bad: list[str] = []
+        parsed, bad = list[Any](), list[str]()
         for row, answer in enumerate(answers):
             prompt = prompts[row] if row < len(prompts) else None
             try:

@@ -278,11 +278,8 @@ def _token_scores(
     """What was read of each forward pass (rows, columns, values, log-probs, entropies, log Σ p²) at its places."""
     rows, cols, value, logps, ents, sums = (list(x) for x in zip(*passes, strict=True)) if passes else [[]] * 6
     scored = _place(logps, rows, cols, c.completion_ids)
-    other = [
-        _place(x, rows, cols, scored) if wanted else None
-        for x, wanted in ((ents, entropy), (value, values), (sums, squares))
-    ]
-    return TokenScores(scored, *other)
+    others = ((ents, entropy), (value, values), (sums, squares))
+    return TokenScores(scored, *(_place(x, rows, cols, scored) if wanted else None for x, wanted in others))
 
 # %% ../../nbs/scoring/scores.ipynb #859a4030
 _told: set[str] = set()

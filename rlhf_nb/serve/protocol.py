@@ -315,9 +315,8 @@ class TextAsked(Asked):
     @model_validator(mode="after")
     def _fits(self) -> TextAsked:
         """Settings that belong together."""
-        if not self.prompt or (
-            isinstance(self.prompt, list) and any(x in ("", []) for x in self.prompt[:MOST_PROMPTS])
-        ):
+        listed = self.prompt[:MOST_PROMPTS] if isinstance(self.prompt, list) else []
+        if not self.prompt or any(x in ("", []) for x in listed):
             raise ValueError("the prompt is empty, so there is nothing to continue.")
         if self.best_of is not None and self.best_of < self.n:
             raise ValueError(
@@ -470,9 +469,8 @@ class Form:
 
     def begin(self, index: int) -> dict[str, Any]:
         """The first chunk of a chat's answer."""
-        return self._chunk(
-            [{"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None, "logprobs": None}]
-        )
+        delta = {"role": "assistant", "content": ""}
+        return self._chunk([{"index": index, "delta": delta, "finish_reason": None, "logprobs": None}])
 
     def chunk(self, index: int, piece: AnswerPiece) -> dict[str, Any]:
         """What is new in an answer."""

@@ -319,9 +319,8 @@ def line_chart(
     """
     columns = max(1, min(columns, len(panels)))
     if x is None:
-        ends = [(float(c.steps.min()), float(c.steps.max())) for p in panels for c in p.lines if len(c.steps)] or [
-            (0, 1)
-        ]
+        curves = [c for p in panels for c in p.lines if len(c.steps)]
+        ends = [(float(c.steps.min()), float(c.steps.max())) for c in curves] or [(0, 1)]
         low, high = min(e[0] for e in ends), max(e[1] for e in ends)
         step = nice_step(max(high - low, 1.0), 5)
         x = (math.floor(low / step) * step, math.ceil(high / step + 1e-9) * step)

@@ -126,8 +126,7 @@ def read_samples(run: str | Path | SampleIndex, last: int = 5000) -> list[Row]:
     """
     index = run if isinstance(run, SampleIndex) else open_samples(run)
     index.poll()
-    rows = [r for r in index.read(last=last) if r.get("type", "sample") == "sample" and "completion" in r]
-    rows = [_sound(row) for row in rows]
+    rows = [_sound(r) for r in index.read(last=last) if r.get("type", "sample") == "sample" and "completion" in r]
     for i, row in enumerate(rows):
         length = observed(row).count(False) if "tokens" in row else len(str(row["completion"]).split())
         asked = row.get("prompt", "")
@@ -359,11 +358,8 @@ def rescore(rows: Sequence[Row], model: Any, tokenizer: Any, temperature: float 
     with eval_mode(model):
         found = completion_logps(model, c.to(device), temperature=temperature, entropy=True)
     assert found.entropy is not None
-    out = []
-    for row, logps, entropy in zip(rows, found.logps.tolist(), found.entropy.tolist()):
-        n = len(row["tokens"])
-        out.append({**row, "logps": logps[:n], "entropies": entropy[:n]})
-    return out
+    each = zip(rows, map(len, answers), found.logps.tolist(), found.entropy.tolist())
+    return [{**row, "logps": logps[:n], "entropies": entropy[:n]} for row, n, logps, entropy in each]
 
 # %% ../../nbs/widgets/samples.ipynb #d689b9a3
 def said_texts(row: Mapping[str, Any], tokenizer: Any = None) -> list[str]:
