@@ -199,11 +199,9 @@ def decode_states(
         wanted = None if wanted is None else place.index_select(0, wanted)
         tokens, at = tokens.index_select(0, real), at.index_select(0, real)
     x = blocks.embed(tokens, at, sparse)
-    table = (
-        None
-        if blocks.learned_positions
-        else [t.index_select(0, at) for t in rotary_table(body, torch.arange(length, device=ids.device), x.dtype)]
-    )
+    table = None
+    if not blocks.learned_positions:
+        table = [t.index_select(0, at) for t in rotary_table(body, torch.arange(length, device=ids.device), x.dtype)]
 
     def pass_through(layer: Layer, x: Tensor, wanted: Tensor | None) -> Tensor:
         q, k, v = layer.queries_keys_values(x, blocks.heads, blocks.kv_heads)
@@ -211,8 +209,7 @@ def decode_states(
             q, k = turn(q, k, *table)
         elif table is not None:
             q, k = rotate(q, *table), rotate(k, *table)
-        attended = None if flat is None else flat(q, k, v, layer.scale)
-        if attended is not None:
+        if (attended := None if flat is None else flat(q, k, v, layer.scale)) is not None:
             mixed = attended
         elif branches is not None:
             mixed = branch_attention(q, k, v, branches, layer.scale)

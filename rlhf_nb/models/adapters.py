@@ -49,8 +49,7 @@ def _check_wholes(model: nn.Module, settings: LoraSettings) -> None:
     config: Any = getattr(model, "config", None)
     ends: list[Any] = [getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
     for name in settings.modules_to_save:
-        wholes = {key: m for key, m in modules.items() if f".{key}".endswith(f".{name}")}
-        if not wholes:
+        if not (wholes := {key: m for key, m in modules.items() if f".{key}".endswith(f".{name}")}):
             known = {key.split(".")[-1]: key for key in modules if key and not key.split(".")[-1].isdigit()}
             hint = did_you_mean(name, known, f"It has: {', '.join(known)}.")
             raise ModelError(f"lora.modules_to_save: the model has no module {name!r}. {hint}")

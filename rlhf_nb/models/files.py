@@ -51,8 +51,7 @@ def no_such_path(path: Path, what: str) -> ModelError:
     while not there.parent.is_dir() and there != there.parent:
         there = there.parent
     siblings = sorted(p.name for p in there.parent.iterdir()) if there.parent.is_dir() else []
-    near = suggest(there.name, siblings)
-    if near is not None:
+    if (near := suggest(there.name, siblings)) is not None:
         rest = there.parent / near / path.relative_to(there)
         hint = f"Did you mean {str(rest if rest.exists() else there.parent / near)!r}?"
     else:
@@ -152,8 +151,7 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 def _no_weights(path: Path, files: Iterable[str], rule: str) -> ModelError:
     """The error for a folder without safetensors; pickles are named, with what to do."""
-    pickled = sorted(f for f in files if f.endswith(_PICKLES))
-    if not pickled:
+    if not (pickled := sorted(f for f in files if f.endswith(_PICKLES))):
         return ModelError(f"{str(path)!r} holds no weights. {rule}.")
     return ModelError(
         f"{str(path)!r} holds only {', '.join(pickled)}, which can run code when opened. {rule}: convert it on a "

@@ -246,8 +246,7 @@ def get_model(
     hub, folder = SHORT_NAMES.get(model, model), copy_folder(model, revision)
     if "/" not in hub and near_short_name(model):
         raise ModelError(f"{model!r} is no short name.{near_short_name(model)}")
-    origin = read_origin(folder)
-    if origin is not None:
+    if (origin := read_origin(folder)) is not None:
         if origin.get("from", source) != source:
             say(f"This copy came from {origin['from']} ({origin.get('name')}); delete it to fetch from {source}.")
         return folder

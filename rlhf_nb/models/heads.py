@@ -480,8 +480,7 @@ def load_lora_state(module: nn.Module, adapter: str, state: dict[str, Tensor]) -
     """
     part = f".{adapter}."
     own = {k.replace(part, "."): p for k, p in module.named_parameters() if ".lora_" in k and part in k}
-    wrong = sorted(set(own) ^ set(state)) or [k for k in own if own[k].shape != state[k].shape]
-    if wrong:
+    if wrong := sorted(set(own) ^ set(state)) or [k for k in own if own[k].shape != state[k].shape]:
         raise ModelError(f"adapter {adapter!r} doesn't fit: {len(wrong)} of {len(own)} tensors differ: {wrong[0]}.")
     with torch.no_grad():
         for k, p in own.items():
@@ -676,8 +675,7 @@ def read_adapter(where: str | Path) -> ScalarAdapter:
     about = config.get("reward_head") or {}
     tensors = _read_tensors(str(folder), "base_model.model.")
     weight = tensors.pop("score.weight", None)
-    head_state = {"layers.1.weight": weight} if weight is not None else _head_state(str(folder))
-    if not head_state:
+    if not (head_state := {"layers.1.weight": weight} if weight is not None else _head_state(str(folder))):
         raise ModelError(f"{str(folder)!r} is an adapter without a scoring head, so it is not a reward or value model.")
     state = {_BELOW_DECODER.sub("", k): v for k, v in tensors.items() if ".lora_" in k}
     state = {f"{k}.weight" if k.endswith(_LENGTHS) else k: v for k, v in state.items()}
@@ -695,8 +693,7 @@ def _load_adapted(
     from transformers import AutoModel
 
     read = read_adapter(where)
-    base = base_of_adapter(where)
-    if not base:
+    if not (base := base_of_adapter(where)):
         raise ModelError(f"{where!r} is an adapter that doesn't name its model; load the merged one beside it.")
     decoder, info = pretrained(AutoModel, find_model(base)[1], **options)
     check_loaded(decoder, base, {"missing_keys": info["missing_keys"]})

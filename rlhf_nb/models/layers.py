@@ -43,8 +43,7 @@ def cut_body(decoder: Any, layers: int) -> None:
     Raises:
         ConfigError: it has fewer, or no such list.
     """
-    parts = body_parts(decoder)
-    if parts is None:
+    if (parts := body_parts(decoder)) is None:
         raise ConfigError(
             f"{layers} layers are to stay, but {type(decoder).__name__} has no list of them: leave body_layers null."
         )
@@ -75,8 +74,7 @@ class LayerStates(nn.Module):
 
     def __init__(self, body: Any, layers: Sequence[int]) -> None:
         super().__init__()
-        parts = body_parts(body)
-        if parts is None:
+        if (parts := body_parts(body)) is None:
             raise ConfigError(f"{type(body).__name__} has no list of layers to read from: leave head_layers null.")
         known = range(1, len(parts.layers) + 1)
         if not layers or any(k not in known for k in layers) or sorted({*layers}) != list(layers):

@@ -154,8 +154,7 @@ def load_tokenizer(cfg: ModelConfig) -> Any:
         tokenizer = pretrained(kind, name, "tokenizer", trust_remote_code=trust, revision=cfg.revision)
     if cfg.chat_template is not None:
         tokenizer.chat_template = template_of(cfg.chat_template)
-    done = ensure_pad(tokenizer)
-    if done:
+    if done := ensure_pad(tokenizer):
         _log.info("%s: %s", name, done)
     tokenizer.padding_side = "left"
     return tokenizer
@@ -176,11 +175,8 @@ def dropout_rates(model: nn.Module) -> list[tuple[Any, str, float]]:
         if hasattr(config, "to_dict") and id(config) not in seen:
             seen.add(id(config))
             owners.append((config, [k for k in vars(config) if k.endswith(("dropout", "pdrop", "dropout_rate"))]))
-        for owner, attributes in owners:
-            for name in attributes:
-                rate = getattr(owner, name)
-                if isinstance(rate, float) and rate != 0.0:
-                    rates.append((owner, name, rate))
+        places = [(owner, name, getattr(owner, name)) for owner, attributes in owners for name in attributes]
+        rates += [x for x in places if isinstance(x[2], float) and x[2] != 0.0]
     return rates
 
 
@@ -306,8 +302,7 @@ def check_loaded(model: Any, name: str, info: Mapping[str, Any]) -> None:
             f"{name!r} holds a scoring head ({sorted(unexpected)[0]}) and was asked for as a {type(model).__name__}: "
             "load it with RewardModel.load or ValueModel.load, or name the policy's directory."
         )
-    problems = [*sorted(info.get("missing_keys", ())), *(str(k) for k in info.get("mismatched_keys", ()))]
-    if problems:
+    if problems := [*sorted(info.get("missing_keys", ())), *(str(k) for k in info.get("mismatched_keys", ()))]:
         raise ModelError(
             f"{name!r} lacks {len(problems)} of the weights of a {type(model).__name__} "
             f"({', '.join(problems[:3])}{', ...' if len(problems) > 3 else ''}); they would be random numbers. Is it a "
@@ -362,8 +357,7 @@ def load_causal_lm(
         load = _load_adapter_merged if kind == "adapter" else _load_plain
         model = load(where, cfg, precision, dtype)
     if tokenizer is not None:
-        added = resize_embeddings(model, len(tokenizer))
-        if added:
+        if added := resize_embeddings(model, len(tokenizer)):
             _log.info("%s: embedding grown by %d row(s), to %d", cfg.name_or_path, added, len(tokenizer))
             if cfg.lora is not None and trainable:
                 _say_untrained(model, tokenizer, added, cfg.lora)
@@ -390,8 +384,7 @@ def _load_adapter_merged(where: str, cfg: ModelConfig, precision: Precision, dty
     """The base model that an adapter directory names, with the adapter merged into it."""
     from peft import PeftModel
 
-    base = base_of_adapter(where)
-    if not base:
+    if not (base := base_of_adapter(where)):
         raise ModelError(
             f"{where!r} is a LoRA adapter that doesn't say which model it belongs to. Merge it (save_model(..., "
             "merge=True)) where it was trained."
@@ -471,10 +464,8 @@ def moves_base(model: Any) -> bool:
 
 def adapter_names(model: nn.Module) -> list[str]:
     """Names of the adapters in a model, in order of their addition; [] for a plain model."""
-    names: dict[str, None] = {}
-    for _, layer in lora_layers(model):
-        names.update(dict.fromkeys(k for part in layer.adapter_layer_names for k in getattr(layer, part).keys()))
-    return list(names)
+    parts = [getattr(layer, part) for _, layer in lora_layers(model) for part in layer.adapter_layer_names]
+    return list(dict.fromkeys(k for part in parts for k in part.keys()))
 
 
 @contextmanager
@@ -679,8 +670,7 @@ def save_model(
     Raises:
         ModelError: it can't be written, or what was written doesn't compute the same.
     """
-    names = adapter_names(model)
-    if names:
+    if names := adapter_names(model):
         adapter = adapter or (names[0] if len(names) == 1 else str(lora_layers(model)[0][1].active_adapters[0]))
     with staged(directory, "model") as folder:
         if tokenizer is not None:

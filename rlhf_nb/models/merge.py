@@ -190,8 +190,7 @@ def check_fit(models: Sequence[ModelTensors]) -> list[str]:
                         "only models of one kind mix."
                     )
                 notes.append(f"{key} is {own.get(key)} in {_shown(first)} (kept), {theirs.get(key)} in {_shown(other)}")
-        lacking = sorted(set(first) ^ set(other))
-        if lacking:
+        if lacking := sorted(set(first) ^ set(other)):
             which = (first, other) if lacking[0] in first else (other, first)
             raise ModelError(
                 f"{_shown(which[0])} has a tensor {lacking[0]} and {_shown(which[1])} none "

@@ -81,8 +81,7 @@ def resolve(name: str, revision: str | None = None) -> str:
     """
     if os.path.exists(os.path.expanduser(name)):  # False for what is too long to be a path
         return name
-    copy = find_copy(name, revision)
-    if copy is not None:
+    if (copy := find_copy(name, revision)) is not None:
         return str(copy)
     model, pinned = split_revision(name)
     if model in SHORT_NAMES or (pinned and "/" in model and not model.startswith((".", "/", "~"))):

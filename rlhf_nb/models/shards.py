@@ -114,8 +114,7 @@ def _merged_by_peft(place: str, folder: Path, own: Path, config: Any) -> dict[st
         model = load_or_explain("adapter", place, lambda: PeftModel.from_pretrained(model, str(own)))
     except ModelError as e:
         raise ModelError(f"the adapter {place!r} doesn't fit its model {str(folder)!r}: is it another's? {e}") from e
-    strange = sorted(keys - get_peft_model_state_dict(model).keys())
-    if strange:
+    if strange := sorted(keys - get_peft_model_state_dict(model).keys()):
         raise ModelError(
             f"the adapter {place!r} changes {strange[0]}, which {str(folder)!r} lacks: it belongs to another model."
         )
@@ -141,8 +140,7 @@ def _place_of(place: str) -> tuple[Path | None, Path, Path]:
     own = Path(where).expanduser()
     if kind != "adapter":
         return None, own, own
-    base = base_of_adapter(where)
-    if not base:
+    if not (base := base_of_adapter(where)):
         raise ModelError(
             f"the adapter {place!r} doesn't say which model it is of. Save it merged where it was trained."
         )
@@ -166,12 +164,10 @@ def _files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         names = sorted(set(json_value(index.read_bytes())["weight_map"].values()))  # find_model looked at it
-        lacking = [n for n in names if not (folder / n).is_file()]
-        if lacking:
+        if lacking := [n for n in names if not (folder / n).is_file()]:
             raise ModelError(f"{str(folder)!r} lacks {lacking[0]}, which its index names: the copy isn't complete.")
         return [folder / n for n in names]
-    files = sorted(folder.glob("model*.safetensors"))
-    if not files:
+    if not (files := sorted(folder.glob("model*.safetensors"))):
         raise ModelError(
             f"{str(folder)!r} has no model*.safetensors, but {', '.join(sorted(p.name for p in folder.iterdir())[:8])}."
         )
@@ -355,8 +351,7 @@ def copy_beside(folder: Path, sources: Iterable[Path]) -> None:
     """
     places = list(sources)
     for name in BESIDE:
-        here = next((place / name for place in places if (place / name).is_file()), None)
-        if here is not None:
+        if (here := next((place / name for place in places if (place / name).is_file()), None)) is not None:
             shutil.copyfile(here, folder / name)
 
 

@@ -163,8 +163,7 @@ class TwentyQuestions:
             return Step("Yes!", 1 - 0.05 * (turn.number - 1), True, {"guessed": 1.0})
         if any(f" {a.one} " in words or f" {a.many} " in words for a in toy.ANIMALS.values()):
             return Step("No.", done=turn.number >= 20)
-        facts = {(k, v) for k in toy.FACTS for v in toy.FACT_VALUES[k] if f" {v} " in words}
-        if not facts:
+        if not (facts := {(k, v) for k in toy.FACTS for v in toy.FACT_VALUES[k] if f" {v} " in words}):
             what = "I can say whether it is some animal, or where it lives, what it eats, its legs, young, coat."
             return Step(what, done=turn.number >= 20)
         return Step("Yes." if all(mine.fact(k) == v for k, v in facts) else "No.", done=turn.number >= 20)

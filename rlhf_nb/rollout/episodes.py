@@ -579,8 +579,7 @@ class Episodes(Sampler):
         """The next turn of some episodes, in one batch, or in two where the longest row and the longest turn together
         pass the window."""
         most = max(self._room(e, request.sampling) for e in ready)
-        long = [e for e in ready if len(e.prompt) + len(e.ids) + most > self.window]
-        if long:
+        if long := [e for e in ready if len(e.prompt) + len(e.ids) + most > self.window]:
             self._draw(model, request, long)
             ready = [e for e in ready if e not in long]
         rooms = [self._room(e, request.sampling) for e in ready]
@@ -666,8 +665,7 @@ class EnvironmentReward:
         Raises:
             ConfigError: the rows are no episodes.
         """
-        told = getattr(rollout, "columns", {}).get("episode")
-        if told is None:
+        if (told := getattr(rollout, "columns", {}).get("episode")) is None:
             raise ConfigError("the reward 'environment' is what an environment pays, and these answers had none.")
         by_turn = {k: getattr(rollout, k) for k in ("step_rewards", "step_ends")}
         return torch.tensor([sum(e["rewards"]) for e in told]), {k: v for k, v in by_turn.items() if v is not None}

@@ -221,8 +221,7 @@ def generate(
     """
     m: Any = model
     for wrapper in (m, m.base_model) if hasattr(m, "get_base_model") else ():
-        why = None if wrapper is m.get_base_model() else changed_here(wrapper)
-        if why is not None:
+        if (why := None if wrapper is m.get_base_model() else changed_here(wrapper)) is not None:
             raise ModelError(
                 f"{why}, which transformers' generate passes by: change {type(m.get_base_model()).__name__}, inside, "
                 "instead."

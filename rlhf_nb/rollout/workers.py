@@ -157,8 +157,7 @@ def _leave(*_: Any) -> None:
 
 def _end_with_parent() -> None:
     """Wait until the parent is gone, then end."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
+    if (parent := multiprocessing.parent_process()) is not None:
         parent.join()
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(5)

@@ -215,8 +215,7 @@ def worker_main(folder: str | Path) -> int:
         signal.signal(signal.SIGTERM, _ended)
     line.start()
     with open_regular(folder / f"stack-{rank}.txt", "w") as stacks:
-        if hasattr(signal, "SIGUSR1"):
-            faulthandler.register(signal.SIGUSR1, stacks)
+        faulthandler.register(signal.SIGUSR1, stacks)
         try:
             call = take_pickle(Path(os.environ["RLHF_NB_CALL"]) / "call.pkl")
             value = call["fn"](*call["args"], **call["kwargs"])
@@ -231,8 +230,7 @@ def worker_main(folder: str | Path) -> int:
             return 130 if isinstance(error, KeyboardInterrupt) else 1
         finally:
             line.over.set()
-            if hasattr(signal, "SIGUSR1"):
-                faulthandler.unregister(signal.SIGUSR1)
+            faulthandler.unregister(signal.SIGUSR1)
 
 
 def _ended(number: int, frame: Any) -> None:
@@ -277,8 +275,7 @@ def first_failure(errors: list[dict[str, Any]], vanished: list[int], steps: Mapp
     if vanished and not own:
         killed = f"rank {vanished[0]} was killed at step {steps.get(vanished[0], 0)}"
         return Failure(vanished[0], f"{killed} (it left no message: SIGKILL, or out of memory)")
-    told = min(own or errors, key=lambda e: float(e["time"]), default=None)
-    if told is None:
+    if (told := min(own or errors, key=lambda e: float(e["time"]), default=None)) is None:
         message = "the processes ended without a message before any of them began to work "
         return Failure(None, message + "(of several machines: is each started?)")
     rank, text = int(told["rank"]), str(told["message"]).strip().partition("\n")[0]

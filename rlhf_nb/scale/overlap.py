@@ -38,8 +38,7 @@ def step_times(folder: str | Path, skip: int = 2) -> list[StepTimes]:
     """
     events = [e for e in read_metrics(folder) if e.get("type") == "step"][skip:]
     # with a lag the last steps draw nothing
-    drew = [e for e in events if e.get("perf/generate_s") or e.get("perf/workers_s")]
-    if not drew:
+    if not (drew := [e for e in events if e.get("perf/generate_s") or e.get("perf/workers_s")]):
         raise DataError(
             f"{folder} has no step after the first {skip} in which answers were drawn, so nothing is known of them: "
             "give the folder of a run of ppo, grpo, rloo, raft or online-dpo with a few steps."

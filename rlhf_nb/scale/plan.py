@@ -134,8 +134,7 @@ def plan(model: Any, job: Job, gpus: int = 1, memory: float = 80.0, host: float 
             f"batches are global, so some GPUs would have nothing to do. Raise both to {gpus} or more, or use fewer "
             "GPUs."
         )
-    fit = _first_fit(shape, job, gpus, memory, host)
-    if fit is None:
+    if (fit := _first_fit(shape, job, gpus, memory, host)) is None:
         raise ConfigError(_too_large(shape, job, gpus, memory, host))
     return fit
 

@@ -189,17 +189,15 @@ def layouts(model: Any, job: Job, gpus: int, gpu: Machine, memory: float | None 
     batch = job if whole is None else whole.job
 
     def of_group(size: int) -> tuple[Plan, StepTime] | None:
-        way = plans(shape, batch, [size], room)[size]
-        if way is None:
+        if (way := plans(shape, batch, [size], room)[size]) is None:
             return None
-        own = dataclasses.replace(way.job, mini_batch=batch.mini_batch, rollout_batch=batch.rollout_batch)
-        way = way._replace(job=own)
+        same: dict[str, Any] = {"mini_batch": batch.mini_batch, "rollout_batch": batch.rollout_batch}
+        way = way._replace(job=dataclasses.replace(way.job, **same))
         return way, predict_step(shape, way, gpu, inner)
 
     answers = batch.rollout_batch or batch.mini_batch
     made, weights = list[Layout](), shape.total * job.format.compute
-    together = of_group(gpus)
-    if together:
+    if together := of_group(gpus):
         way, took = together
         made.append(Layout(0, 0, took.generate, sum(took[1:]), 0.0, save_seconds(shape, way), answers))
     for drawers in sorted({gpus * i // 8 for i in range(1, 8)} - {0, gpus}) if job.info.online else ():
@@ -231,10 +229,8 @@ def simulated_hours(
     for n in gpus:
         ways = layouts(model, job, n, gpu, memory, inner)
         lines += [] if ways else [f"| {n:,} | doesn't fit | | | | | | | | | |"]
-        for kind in (False, True):
-            best = next((x for x in ways if bool(x.drawers) is kind), None)
-            if best is None:
-                continue
+        fastest = {bool(x.drawers): x for x in reversed(ways)}  # in turn, and apart
+        for _, best in sorted(fastest.items()):
             m = math.ceil(hours * 3600 / best.seconds / MOST_STEPS)  # steps that are one, where they are short
             r = simulate_run(
                 m * best.draw, m * best.learn, n, hours=hours, drawers=best.drawers, lag=best.lag, sent=m * best.sent,

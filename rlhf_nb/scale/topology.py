@@ -419,8 +419,7 @@ class Split:
     def __post_init__(self) -> None:
         if self.gpus < 1 or self.stage not in (0, 1, 2, 3):
             raise ConfigError(f"gpus is {self.gpus} and stage {self.stage}: need at least one GPU, and stage 0 to 3.")
-        least = {"none": 0, "optimizer": 1, "all": 3}.get(self.offload)
-        if least is None:
+        if (least := {"none": 0, "optimizer": 1, "all": 3}.get(self.offload)) is None:
             raise ConfigError(f"offload is {self.offload!r}: use 'none', 'optimizer' or 'all'.")
         if self.stage < least:
             what = "the optimizer's numbers" if least == 1 else "weights, too,"

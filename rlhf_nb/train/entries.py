@@ -169,8 +169,7 @@ class RewardEntry(StrictConfig):
                 f"{what}, and an entry is exactly one of {', '.join(_KINDS)}: leave one, or write another entry."
             )
         kind = kinds[0]
-        wrong = sorted(self.model_fields_set - {kind, *_COMMON, *_KINDS[kind]})
-        if wrong:
+        if wrong := sorted(self.model_fields_set - {kind, *_COMMON, *_KINDS[kind]}):
             home = next((k for k, own in _KINDS.items() if wrong[0] in own), kind)
             raise ValueError(f"{wrong[0]} goes with {home}, and this entry is {self.where}: leave it out.")
         if kind == "file" and self.fn is None:
@@ -307,8 +306,7 @@ class ServerReward:
         Raises:
             RewardError: the server can't be asked, or doesn't answer with a number for each completion.
         """
-        lacking = [c for c in self.columns or () if c not in columns]
-        if lacking:
+        if lacking := [c for c in self.columns or () if c not in columns]:
             hint = did_you_mean(lacking[0], columns, f"Columns are: {', '.join(columns) or 'none'}.")
             raise RewardError(f"reward {self.name!r} sends the column {lacking[0]!r}, which the data lacks. {hint}")
         chosen = {k: v for k, v in columns.items() if self.columns is None or k in self.columns}
@@ -358,8 +356,7 @@ def load_models(
         mode: of an ensemble; None: mean_minus_std.
         name: of an ensemble, for logs.
     """
-    folders = sorted(Path(where).glob("member-*")) if isinstance(where, str) else list(where)
-    if not folders:
+    if not (folders := sorted(Path(where).glob("member-*")) if isinstance(where, str) else list(where)):
         return RewardModel.load(str(where), trust_remote_code=trust_remote_code)
     members = [RewardModel.load(m, trust_remote_code=trust_remote_code) for m in folders]
     return Ensemble(members, mode or "mean_minus_std", name=name, token_budget=token_budget)

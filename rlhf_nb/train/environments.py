@@ -29,8 +29,7 @@ def named_object(name: str, where: str) -> Any:
         ConfigError: it stands for nothing.
     """
     package, colon, inner = name.partition(":")
-    value = getattr(import_module(package), inner, None) if colon else None
-    if value is None:
+    if (value := getattr(import_module(package), inner, None) if colon else None) is None:
         raise ConfigError(f"{where} names {name!r}, and there is nothing of that name: write package.module:NAME.")
     return value
 
@@ -67,8 +66,7 @@ def with_environment(
         tools = [named_object(name, "episodes.tools") for name in config.tools]
     if environment is not None or tools:
         return environment_kinds(environment, tools)
-    idle = [k for k, v in EpisodeConfig() if k != "tools" and getattr(config, k) != v]
-    if idle:
+    if idle := [k for k, v in EpisodeConfig() if k != "tools" and getattr(config, k) != v]:
         raise ConfigError(
             f"episodes.{idle[0]} is set, but neither episodes.environment nor episodes.tools, so each answer has one "
             f"turn and the setting does nothing. Name an environment or a tool, or set episodes.{idle[0]}="

@@ -149,8 +149,7 @@ class GRPO(OnlineMethod):
         for number, ticket in sorted(self.rollouts.tickets.items()):
             for again in range(len(ticket.further) + 1, rounds + 1):
                 due = max(ticket.version, number - lag + again * (lag + 1) // (rounds + 1))
-                prompts = pull() if step in (due, number) and self._lacks(ticket) else None
-                if prompts is None:
+                if (prompts := pull() if step in (due, number) and self._lacks(ticket) else None) is None:
                     break
                 ticket = self.rollouts.add(self.begun(prompts, number, step, again))
 

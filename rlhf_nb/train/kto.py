@@ -84,8 +84,7 @@ def partners(rows: Sequence[Row], seed: int) -> list[Row]:
     out: list[Row] = list(rows)
     for place, i in enumerate(order):
         others = (rows[j] for j in twice[place + 1 : place + len(order)])
-        other = next((r for r in others if r["prompt_ids"] != rows[i]["prompt_ids"]), None)
-        if other is None:
+        if (other := next((r for r in others if r["prompt_ids"] != rows[i]["prompt_ids"]), None)) is None:
             raise DataError(
                 f"all {len(rows)} rows have the same prompt, so no answer can be put under another one, and the "
                 "baseline would be a guess. Use loss=apo_zero_unpaired, which needs none, or more prompts."

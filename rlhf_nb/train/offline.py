@@ -78,8 +78,7 @@ def check_same_tokens(ours: Any, theirs: Any, where: str, role: str = "reference
     Raises:
         ModelError: vocabularies differ; the message names a token.
     """
-    difference = other_token(ours, theirs)
-    if difference:
+    if difference := other_token(ours, theirs):
         raise ModelError(
             f"{role} {where!r} has another tokenizer: {difference}. Its log-probs would be about other "
             "words. Use a model with the policy's tokenizer (as a reference usually the SFT model that the policy "

@@ -112,8 +112,7 @@ def rollout_samples(r: Rollout, n: int) -> list[dict[str, Any]]:
             row |= {k: r.columns["episode"][i][k] for k in ("messages", "drawn", "stop")}
         row["tokens"] = r.completion_ids[i, :length].tolist()
         for name in ("old_logps", "ref_logps", "values", "advantages"):
-            column = getattr(r, name)
-            if column is not None:
+            if (column := getattr(r, name)) is not None:
                 row[name] = [round(x, 4) for x in column[i, :length].tolist()]
         rows.append(row)
     return rows
@@ -156,8 +155,7 @@ def promises_kept(r: Rollout, eos: Sequence[int]) -> dict[str, float]:
     asked: list[Any] = [*zip(uid, map(repr, zip(*r.columns.values())))] if r.columns else uid
     said = list(zip(asked, r.texts, r.finished.tolist()))
     several = Counter(key for key, *_ in dict.fromkeys(said))  # among equal answers only, rounding is all there is
-    rows = [i for i, key in enumerate(asked) if several[key] > 1]
-    if rows:
+    if rows := [i for i, key in enumerate(asked) if several[key] > 1]:
         equal = _variance(scores[rows], (said[i] for i in rows))
         within_prompts = _variance(scores[rows], (asked[i] for i in rows))
         if within_prompts > 1e-8 and equal >= 0:
@@ -381,8 +379,7 @@ class OnlineMethod(TextMethod):
         if not (how.lag or self.rollouts.workers or tickets):  # those of a checkpoint are learnt from
             return pull()
         for number in range(max([step - 1, *tickets]) + 1, min(step + how.lag + 1, total)):
-            prompts = pull()
-            if prompts is None:
+            if (prompts := pull()) is None:
                 break
             self.rollouts.begin(self.begun(prompts, number, step))
         self.draw_further(step, pull)
@@ -599,8 +596,7 @@ class OnlineMethod(TextMethod):
     def evaluate(self, held_out: Sequence[Row]) -> dict[str, float]:
         """Answers to held-out prompts: each reward's mean (those that are only watched, too), KL and length."""
         self.heat(self.temperature)
-        found = evaluate_held_out(self, held_out) if held_out else None
-        if found is None:
+        if (found := evaluate_held_out(self, held_out) if held_out else None) is None:
             return {}
         self.by_question = {f"eval/{shown_as(k)}": v.tolist() for k, v in found.scores.items()}
         return {f"eval/{k}": v for k, v in found.summary().items()}
@@ -646,8 +642,7 @@ def check_workers(method: OnlineMethod) -> None:
         ConfigError: answers that they don't draw, or something that can't be sent.
     """
     cfg, engine, how = method.config, method.engine, method.config.rollouts
-    key = next((k for k in ("vllm", "ray", "workers") if getattr(how, k)), None)
-    if key is None:
+    if (key := next((k for k in ("vllm", "ray", "workers") if getattr(how, k)), None)) is None:
         return
     wrong = {
         f"the policy is on {engine.device}, and they compute on CPUs": engine.device.type != "cpu" and key != "vllm",
@@ -656,8 +651,7 @@ def check_workers(method: OnlineMethod) -> None:
         "decoder draws in more ways than one": cfg.decoder != PLAIN_DECODER,
         method.draws_besides: bool(method.draws_besides),
     }  # fmt: skip
-    why = next((k for k, on in wrong.items() if on), None)
-    if why:
+    if why := next((k for k, on in wrong.items() if on), None):
         off = "0" if key == "workers" else "null"
         raise ConfigError(f"rollouts.{key} is {getattr(how, key)}, but {why}: set rollouts.{key}={off}.")
     if method.rollouts.workers is not None:
@@ -716,8 +710,7 @@ def warn_of_endless(scores: Tensor, ended: Tensor, fixed: float) -> bool:
         ended: bool[B], whether each answer ended.
         fixed: what an answer without an end gets.
     """
-    below = int(((scores < fixed) & ended).sum())
-    if below:
+    if below := int(((scores < fixed) & ended).sum()):
         warnings.warn(
             f"missing_eos: an answer that never ends gets {fixed:g}, and {below} of {int(ended.sum())} finished "
             "answers score below that: for those it pays never to end. Take something from the score instead: "
@@ -784,8 +777,7 @@ class OnlineTrainer(TextTrainer[_O]):
             watch = held_out_rewards(config, config.eval) | (watch or {})
         parts = {"reward": reward, "reference": reference, "watch": watch or {}, "logged": logged}
         parts |= {} if kinds is None else {"environment": kinds}
-        budget = config.kl_budget if isinstance(config, KLBudget) else None
-        if budget is not None:
+        if (budget := config.kl_budget if isinstance(config, KLBudget) else None) is not None:
             callbacks = [BudgetStop(budget, stop=config.kl_budget_stops), *callbacks]  # type: ignore[attr-defined]
         super().__init__(config, model, tokenizer, rows, eval_rows, callbacks, parts=parts, **options)
         for name in {*self.method.rewards.names, *self.method.watch} & {*OWN_NUMBERS}:

@@ -157,8 +157,7 @@ class PPO(OnlineMethod):
         advantages, returns = gae(rewards, r.need("values"), mask, cfg.gamma, cfg.lam)
         if cfg.whiten_advantages:
             advantages = whiten(advantages, self.learns(r))
-        weights = self.correction(r)
-        if weights is not None:  # another sampler: w · min(...) = min(... w A)
+        if (weights := self.correction(r)) is not None:  # another sampler: w · min(...) = min(... w A)
             advantages = advantages * weights
         r.advantages, r.returns = advantages, returns
         return r
@@ -188,8 +187,7 @@ class PPO(OnlineMethod):
 
     def rates(self) -> Callable[[str], float | None] | None:
         """The critic's own learning rate, if it has one."""
-        rate = self.config.critic_lr
-        if rate is None:
+        if (rate := self.config.critic_lr) is None:
             return None
         own = ("value_model.", "value_head.")
         return lambda name: rate if name.startswith(own) or (".value." in name and ".lora_" in name) else None

@@ -68,8 +68,7 @@ def register(name: str, config: type[StrictConfig], **facts: Any) -> Callable[[_
     Raises:
         ConfigError: the name belongs to another method, or the config lacks a field.
     """
-    lacking = [field for field in ("output_dir", "model", "data") if field not in config.model_fields]
-    if lacking:
+    if lacking := [field for field in ("output_dir", "model", "data") if field not in config.model_fields]:
         raise ConfigError(f"{config.__name__} has no {' and no '.join(lacking)}: a run needs folder, model and data.")
 
     def add(trainer: _Trainer) -> _Trainer:

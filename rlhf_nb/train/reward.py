@@ -170,8 +170,7 @@ class Reward(TextMethod):
     def _fit_heads(self) -> tuple[str, Fitted]:
         """The heads that pairs and the untrained body give (`train.fit_head`), or those that the run has kept."""
         config, engine, first = self.config, self.engine, self.members[0]
-        rows = self.tokenize(self.to_fit, warn=False) if self.to_fit else []
-        if not rows:
+        if not (rows := self.tokenize(self.to_fit, warn=False) if self.to_fit else []):
             raise ConfigError(
                 "fit_head_pairs needs the pairs before the first step, and a stream is read as it goes: set "
                 "fit_head_pairs=0, or data.streaming=false."
@@ -183,8 +182,7 @@ class Reward(TextMethod):
         body = [weight_digest(p) for p in first.decoder.parameters()]
         pairs = [(r["prompt_ids"], r["chosen_ids"], r["rejected_ids"]) for r in rows]
         of = weight_digest(torch.zeros(0), *how, *body, *pairs)
-        kept = engine.gather_object(read_fit(config.output_dir, of) if engine.is_main else None)[0]
-        if kept is not None:
+        if (kept := engine.gather_object(read_fit(config.output_dir, of) if engine.is_main else None)[0]) is not None:
             return of, kept
         pace = FitPace(tell if engine.is_main and config.console else lambda line: None)
         depth = None if every else text_config(first.decoder).num_hidden_layers
@@ -221,8 +219,7 @@ class Reward(TextMethod):
         """Scores of a few answers against the decoder's own (`scoring.check`); members are made alike,
         so the first speaks for all.
         """
-        batch = peek(4)
-        if batch is None:
+        if (batch := peek(4)) is None:
             return None
         answers = batch.completions(self.tokenizer.pad_token_id)
         return asdict(check_scores(self.members[0], answers, others=self.models()))

@@ -228,8 +228,7 @@ def make_judge(config: RLAIFConfig, constitution: Constitution | None = None, to
             "judge.endpoint.url=http://... with judge.endpoint.model=NAME, or judge.rewards=[{verify: number}] ('toy' "
             "in the toy world)."
         )
-    world = world_of(c.model)
-    if world is not None and world.taste is not None:
+    if (world := world_of(c.model)) is not None and world.taste is not None:
         if world_of(config.data.path) is not world:
             raise ConfigError(
                 f"judge.model is {c.model!r}, which judges answers of that world only, and data.path is "
@@ -434,8 +433,7 @@ class Labelling:
             except Unreadable as e:
                 changes, lost = [], f"{folder.config_path} can't be read ({e})"
                 warnings.warn(f"{lost}: whether the labels so far had other settings isn't known", stacklevel=2)
-            deciding = [c for c in changes if c.split(":")[0].split(".")[0] not in _FREE]
-            if deciding:
+            if deciding := [c for c in changes if c.split(":")[0].split(".")[0] not in _FREE]:
                 raise RunError(
                     f"{folder.path} was begun with other settings ({'; '.join(deciding[:3])}), and half of the labels "
                     "would follow others than the rest: go back to those settings, or choose another output_dir."
@@ -453,8 +451,7 @@ class Labelling:
 
     def check(self, log: EventLog) -> list[dict[str, Any]]:
         """Try the judge on pairs with known labels, where there are any; one event."""
-        pairs = known_pairs(self.config)
-        if not pairs:
+        if not (pairs := known_pairs(self.config)):
             return []
         agreement = check_judge(self.judge, pairs, self.config.seed)
         if self.config.console:

@@ -89,8 +89,7 @@ def lora_settings(peft_config: Any, model_type: str) -> dict[str, Any]:
             "model.lora.r=16 in the config."
         )
     given, plain = peft_config.to_dict(), LoraConfig().to_dict()
-    other = sorted(k for k, v in given.items() if k not in _LORA | _NOTHING and v != plain.get(k))
-    if other:
+    if other := sorted(k for k, v in given.items() if k not in _LORA | _NOTHING and v != plain.get(k)):
         raise ConfigError(
             f"peft_config sets {', '.join(f'{k}={given[k]!r}' for k in other)}: adapters here are LoRA with the "
             f"settings of model.lora (r, alpha, dropout, target_modules, {', '.join(_SAME)}). Leave it out."
@@ -232,17 +231,15 @@ def our_arguments(
             f"{trainer}: the config is a {type(config).__module__.split('.')[0]} {type(config).__name__}; write "
             f"{kind.__name__}(...) of rlhf_nb, which takes TRL's words where they mean the same."
         )
-    lacks = sorted(name for name in kind.model_fields if not hasattr(config, name))
-    if lacks:
+    if lacks := sorted(name for name in kind.model_fields if not hasattr(config, name)):
         raise ConfigError(
             f"{trainer}: the config is a {type(config).__name__}, which says nothing of {', '.join(lacks[:3])}: write "
             f"{kind.__name__}(...)."
         )
     config, model, tokenizer = cast(Any, config), out.get("model"), out.get("tokenizer")
+    trust: bool = config.model.trust_remote_code
     if isinstance(tokenizer, str | Path):
-        tokenizer = load_tokenizer(
-            ModelConfig(name_or_path=str(tokenizer), trust_remote_code=config.model.trust_remote_code)
-        )
+        tokenizer = load_tokenizer(ModelConfig(name_or_path=str(tokenizer), trust_remote_code=trust))
     if model is not None and not isinstance(model, str | Path | nn.Module):
         raise ConfigError(
             f"{trainer}: model is a {type(model).__name__}: give a model of transformers, or the folder or hub name of "
@@ -260,7 +257,7 @@ def our_arguments(
         config = config.replace(optimizer={"lr": config.replace(model={"lora": {}}).optimizer.lr})
     named: str | None = getattr(model, "name_or_path", None)
     if tokenizer is None and named:
-        tokenizer = load_tokenizer(ModelConfig(name_or_path=named, trust_remote_code=config.model.trust_remote_code))
+        tokenizer = load_tokenizer(ModelConfig(name_or_path=named, trust_remote_code=trust))
     elif model is None and tokenizer is not None:
         model = load_policy(config.model, config)[0]
     if tokenizer is not None and (tokenizer.pad_token_id is None or not getattr(model, "peft_config", None)):
@@ -272,7 +269,7 @@ def our_arguments(
     elif isinstance(out.get("reference"), nn.Module):
         out["reference"] = Reference(out["reference"], copy_model=False)
     if out.get("reward") is not None:
-        out["reward"] = _reward(out["reward"], config.model.trust_remote_code)
+        out["reward"] = _reward(out["reward"], trust)
     loaded = {"model": model, "tokenizer": tokenizer}
     return {**out, "config": config, **{k: v for k, v in loaded.items() if v is not None or k in out and k in takes}}
 
@@ -330,8 +327,7 @@ class TrlParser:
         data = merge(data, parse_overrides(words))
         shares: list[dict[str, Any]] = [{} for _ in self.kinds]
         for key, value in data.items():
-            home = self._home(key)
-            if home is None:
+            if (home := self._home(key)) is None:
                 raise ConfigError(f"{key} is a setting of none of {', '.join(k.__name__ for k in self.kinds)}.")
             shares[home][key] = value
         return tuple(kind(**share) for kind, share in zip(self.kinds, shares))
