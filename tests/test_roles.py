@@ -277,7 +277,7 @@ def test_what_came_up_is_compared(
 
 def test_another_number_of_processes_is_refused(tmp_path: Path) -> None:
     path = topology(tmp_path, 2, 2)
-    with pytest.raises(ConfigError, match=r"has 4 devices, but 3 process\(es\) come up"):
+    with pytest.raises(ConfigError, match=r"has 4 devices, but 3 processes come up"):
         launch(case_on_ranks, num_processes=3, run_dir=tmp_path / "run", device="cpu", topology=path)
 
 

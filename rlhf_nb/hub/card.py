@@ -392,8 +392,10 @@ def describe_data(told: Told) -> str:
 # %% ../../nbs/hub/card.ipynb #59037c73
 def commands(told: Told) -> list[str]:
     """The line that does a run again."""
-    info = told.info
-    return [f"rlhf-nb {info.command or info.name} --config run/config.yaml output_dir=again"] if info else []
+    if told.info is None:
+        return []
+    name = told.info.command or told.info.name
+    return [f"rlhf-nb {name} --config run/config.yaml output_dir=again"]
 
 
 def front_matter(told: Told, license: str | None) -> str:
