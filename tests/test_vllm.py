@@ -200,7 +200,7 @@ def test_twenty_updates_of_a_real_model(tmp_path: Path) -> None:
     plain: dict[str, Any] = {"num_generations": 4, "rollout_batch_size": 8, "mini_batch_size": 8, "steps": 20}
     config = GRPOConfig.preset(
         "toy", output_dir=str(tmp_path / "run"), console=False, rollouts=how, epochs=None, save_every=None, resample=0,
-        sampling={"max_new_tokens": 16}, optimizer={"lr": 1e-4}, **plain,
+        sampling={"max_new_tokens": 16}, optimizer={"lr": 1e-4}, precision="fp32", **plain,
     )  # fmt: skip
     rows = [{"prompt": f"What is {a}+{a + 3}?"} for a in range(2, 40)]
     reward = lambda prompts, completions, **columns: [float(len(x)) for x in completions]

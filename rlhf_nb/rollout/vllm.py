@@ -168,7 +168,9 @@ class Vllm(Sampler):
         theirs = self._ask("read", [row], [{"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}])[1]
         ours = plain_logps(bare, Completions.from_lists([row[:1]], [row[1:]]).to(bare.device))[0].cpu()
         self.difference = float((torch.tensor(theirs).double() - ours).abs().max())
-        bound = BOUNDS.get(getattr(torch, self.form, torch.bfloat16), 0.4)
+        formats, kind = [getattr(torch, self.form, torch.bfloat16)], bare.device.type
+        formats += [torch.get_autocast_dtype(kind)] if torch.is_autocast_enabled(kind) else []  # the policy's products
+        bound = max(BOUNDS.get(form, 0.4) for form in formats)
         if not self.difference <= bound:
             raise RewardError(
                 f"vLLM's log-probs differ from the policy's by up to {self.difference:.2g} nats (bound {bound:g}): it "
