@@ -174,7 +174,7 @@ class Vllm(Sampler):
         if not self.difference <= bound:
             raise RewardError(
                 f"vLLM's log-probs differ from the policy's by up to {self.difference:.2g} nats (bound {bound:g}): it "
-                "has other weights, or computes otherwise. Nothing was learnt; set precision=fp32, or rollouts.vllm=null."
+                "has other weights, or computes otherwise. Nothing is learnt: set precision=fp32 or vllm=null."
             )
         self.has = mark
 
