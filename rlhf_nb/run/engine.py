@@ -200,8 +200,8 @@ class Ranks:
         """The rows of all ranks, one rank after the other (equally many on each)."""
         if self.processes == 1:
             return x
-        found: Tensor = self.accelerator.gather(x)
-        return found if self.inner == 1 else found.view(self.processes, *x.shape)[:: self.inner].flatten(0, 1)
+        rows: Tensor = self.accelerator.gather(x)
+        return rows if self.inner == 1 else rows.view(self.processes, *x.shape)[:: self.inner].flatten(0, 1)
 
     def vote(self) -> StopVote:
         """Whether all ranks stop at once in the place that begins here; every rank passes the same places."""

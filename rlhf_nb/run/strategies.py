@@ -559,8 +559,8 @@ class Sharded(SharedOut):
 
     def step(self, vector: Tensor, guarded: bool) -> tuple[float, list[float], bool]:
         """Clip and update, unless something is not finite; see `Strategy.step`."""
-        found = [p.grad for p in self.module.parameters() if p.requires_grad and p.grad is not None]
-        grads, copies = [_local(g) for g in found], [self.processes // _sharers(g) for g in found]
+        shared = [p.grad for p in self.module.parameters() if p.requires_grad and p.grad is not None]
+        grads, copies = [_local(g) for g in shared], [self.processes // _sharers(g) for g in shared]
         alike = [global_norm([g for g, m in zip(grads, copies) if m == n]).square() / n for n in {*copies}]
         square = torch.stack(alike or [torch.zeros((), device=self.device)]).sum().reshape(1).to(vector)
         torch.distributed.all_reduce(square)

@@ -304,7 +304,7 @@ def layout_of(text: str, processes: int | None = None) -> Layout:
         word = part.rstrip("0123456789")
         kind, number = _DEGREES.get(word, ""), int(part[len(word) :][:6] or 0)
         if not kind or not number:
-            hint = "Behind a + stands tp, cp or rep with a number, as in fsdp2+tp2."
+            hint = "Behind a + comes tp, cp or rep with a number, as in fsdp2+tp2."
             hint = hint if kind else did_you_mean(word, _DEGREES, hint)
             raise ConfigError(f"strategy {text!r} has the part {part!r}. {hint}")
         if kind in degrees:

@@ -17,8 +17,8 @@ from .predict import WIRE, Machine, StepTime, predict_step
 from .topology import Job, decoder_shape, roles_of
 
 # %% auto #0
-__all__ = ['GPU_HOURS', 'STORES', 'MOST_STEPS', 'save_seconds', 'best_interval', 'Hazards', 'Simulated', 'simulate_run', 'Layout',
-           'layouts', 'simulated_hours']
+__all__ = ['GPU_HOURS', 'STORES', 'MOST_STEPS', 'save_seconds', 'best_interval', 'Hazards', 'Simulated', 'simulate_run',
+           'DrawLayout', 'layouts', 'simulated_hours']
 
 # %% ../../nbs/scale/simulate.ipynb #0926fa56
 GPU_HOURS = 54 * 24 * 16_384 / 419  # between two failures, Dubey et al., arXiv 2407.21783, section 3.3.4
@@ -153,7 +153,7 @@ def simulate_run(
     return Simulated(kept, now / 3600, failures, *(x / now for x in shares))
 
 # %% ../../nbs/scale/simulate.ipynb #902a6fe1
-class Layout(NamedTuple):
+class DrawLayout(NamedTuple):
     """Who does what."""
 
     drawers: int  # GPUs that only draw; 0: in turn
@@ -171,7 +171,9 @@ class Layout(NamedTuple):
         return max(self.draw, self.learn, (both + self.sent) / (self.lag + 1)) if self.drawers else both
 
 
-def layouts(model: Any, job: Job, gpus: int, gpu: Machine, memory: float | None = None, inner: int = 1) -> list[Layout]:
+def layouts(
+    model: Any, job: Job, gpus: int, gpu: Machine, memory: float | None = None, inner: int = 1
+) -> list[DrawLayout]:
     """Ways that fit, the fastest first: in turn; and apart with one to seven eighths that draw, lag 0 to 4.
 
     GPUs that only draw are planned as if they trained, too, so a way with few of them may be left out.
@@ -196,16 +198,16 @@ def layouts(model: Any, job: Job, gpus: int, gpu: Machine, memory: float | None 
         return way, predict_step(shape, way, gpu, inner)
 
     answers = batch.rollout_batch or batch.mini_batch
-    made, weights = list[Layout](), shape.total * job.format.compute
+    made, weights = list[DrawLayout](), shape.total * job.format.compute
     if together := of_group(gpus):
         way, took = together
-        made.append(Layout(0, 0, took.generate, sum(took[1:]), 0.0, save_seconds(shape, way), answers))
+        made.append(DrawLayout(0, 0, took.generate, sum(took[1:]), 0.0, save_seconds(shape, way), answers))
     for drawers in sorted({gpus * i // 8 for i in range(1, 8)} - {0, gpus}) if job.info.online else ():
         draws, learns = of_group(drawers), of_group(gpus - drawers)
         if draws and learns:
             sent = weights / (WIRE * (gpu.link if gpus <= MACHINE else min(gpu.link, MACHINE * gpu.network)))
             draw, learn, save = draws[1].generate, sum(learns[1][1:]), save_seconds(shape, learns[0])
-            made += [Layout(drawers, lag, draw, learn, sent, save, answers) for lag in range(5)]
+            made += [DrawLayout(drawers, lag, draw, learn, sent, save, answers) for lag in range(5)]
     return sorted(made, key=lambda x: (x.seconds, x.drawers, x.lag))
 
 
