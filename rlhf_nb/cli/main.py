@@ -308,16 +308,17 @@ def config_init(kind: str = MethodName, toy: bool = Toy, config: str = ConfigFil
 @app.command("doctor")
 def doctor_command(
     kind: str = MethodName, overrides: list[str] = Overrides, config: str = ConfigFile, toy: bool = Toy,
+    topology: Path = typer.Option(None, "--topology", envvar="RLHF_NB_TOPOLOGY", help="can models be placed so?"),
     debug: bool = Debug,
 ) -> None:  # fmt: skip
     """Look at model, tokenizer, data and machine before training; exit code 1 if training would fail."""
     with told(debug):
-        from rlhf_nb.pipeline.doctor import doctor, findings_table
+        from rlhf_nb.pipeline.doctor import check_topology, doctor, findings_table
         from rlhf_nb.train.stage import with_proxy
 
         settings = with_proxy(kind, load_config(kind, config, overrides, toy), toy)
         say_what_to_train("doctor", kind, settings, typed(config, toy, overrides))
-        findings = doctor(settings)
+        findings = (check_topology(settings, topology) if topology else []) + doctor(settings)
         print_rich(findings_table(findings))
         if any(f.level == "error" for f in findings):
             raise typer.Exit(1)
@@ -567,7 +568,9 @@ def launch_command(
     """Train on several processes of this machine, restarted when one dies; or print what a cluster needs for it."""
     with told(debug, _again()):
         from rlhf_nb.scale.cluster import kubernetes_manifest, slurm_script
+        from rlhf_nb.run.roles import ClusterTopology
         from rlhf_nb.scale.launch import launch
+        from rlhf_nb.scale.plan import check_placement
         from rlhf_nb.train.entries import named_files
         from rlhf_nb.train.stage import with_proxy
 
@@ -594,5 +597,7 @@ def launch_command(
         else:
             again: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "restarts": restarts}
             again |= {"topology": topology}
+            if topology is not None:
+                check_placement(cfg, ClusterTopology.load(topology))
             done = launch(cfg, num_processes=processes, strategy=strategy, **again)
             _tell(f"{done!r}. Model: {done.model}", err=False)
