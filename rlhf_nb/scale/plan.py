@@ -285,7 +285,9 @@ def check_placement(config: Any, topology: ClusterTopology) -> None:
 
 def _apart(job: Job, topology: ClusterTopology) -> dict[str, Held]:
     """The frozen models on ranks of their own, by role."""
-    apart = {r: held for r, held in _APART.items() if held in job.models and topology.ranks(r) != topology.ranks("actor")}
+    apart = {
+        r: held for r, held in _APART.items() if held in job.models and topology.ranks(r) != topology.ranks("actor")
+    }
     if job.models.count("reward model") > 1:
         topology.check_one_reward_model()
         del apart["reward"]
