@@ -409,7 +409,7 @@ def planned_job(config: TextConfig) -> tuple[DecoderShape, Job, int]:
 
 def plan_for(
     config: TextConfig, gpus: Sequence[int], on: str | None, memory: float | None, host: float | None, settings: str,
-    price: float | None = None,
+    price: float | None = None, hazards: Any = None,
 ) -> str:  # fmt: skip
     """What fits on GPUs and how long a step takes there (`scale.predict.plan_report`), for the model of a config.
 
@@ -421,6 +421,7 @@ def plan_for(
         host: as in `scale.plan.plan`.
         settings: of the commands.
         price: of a GPU's hour.
+        hazards: failures, slow GPUs and lengths of answers (`scale.simulate.Hazards`); None: its defaults.
 
     Raises:
         ConfigError: a price without a kind of GPU, or no such kind.
@@ -429,8 +430,13 @@ def plan_for(
     if on is None and price is not None:
         raise ConfigError("--price needs seconds of a step, and these the kind of GPU: add --on h100, say.")
     shape, job, inner = planned_job(config)
-    gpu = None if on is None else named_gpu(on)
-    return plan_report(shape, job, gpus, gpu, memory, host, settings, price, inner)
+    gpu, steps = None if on is None else named_gpu(on), config.steps or 1000
+    told = plan_report(shape, job, gpus, gpu, memory, host, settings, price, inner, steps)
+    if gpu is None:
+        return told
+    from rlhf_nb.scale.simulate import search_report
+
+    return f"{told}\n\n{search_report(shape, job, gpus, gpu, memory, inner, hazards, steps, price)}"
 
 
 def placement_for(config: Any, topology: str | Path) -> str:

@@ -152,7 +152,12 @@ def _too_large(shape: DecoderShape, job: Job, gpus: int, memory: float, host: fl
     if "critic" in job.models:
         options["one backbone for all roles (critic=hydra model.lora.r=16)"] = {"holds": one, "lora": 16}
     fits = {k: _first_fit(shape, dataclasses.replace(job, **how), gpus, memory, host) for k, how in options.items()}
-    remedies = [text for text, fit in fits.items() if fit]
+    remedies, short = [text for text, fit in fits.items() if fit], job
+    while short.prompt + short.completion > 64 and not remedies:
+        prompt, completion = max(1, short.prompt // 2), max(1, short.completion // 2)
+        short = dataclasses.replace(short, prompt=prompt, completion=completion)
+        if _first_fit(shape, short, gpus, memory, host):
+            remedies.append(f"rows of {short.prompt + short.completion:,} tokens")
     more = gpus
     while (more := 2 * more) <= 1 << 15:
         collected = max(job.rollout_batch, more if job.info.online else 0)
@@ -222,11 +227,14 @@ def plans(
     shape, made = decoder_shape(model), dict[int, Plan | None]()
     for n in gpus:
         _check_machine(n, memory)
-        mini = math.ceil(job.mini_batch / n) * n
-        collected = math.ceil((job.rollout_batch or mini) / mini) * mini
-        wide = dataclasses.replace(job, mini_batch=mini, rollout_batch=collected)
-        made[n] = _first_fit(shape, wide, n, memory, host)
+        made[n] = _first_fit(shape, _wide(job, n), n, memory, host)
     return made
+
+
+def _wide(job: Job, gpus: int) -> Job:
+    """The job with batches that give each GPU as many rows."""
+    mini = math.ceil(job.mini_batch / gpus) * gpus
+    return dataclasses.replace(job, mini_batch=mini, rollout_batch=math.ceil((job.rollout_batch or mini) / mini) * mini)
 
 
 def plan_table(
@@ -250,6 +258,7 @@ def plan_table(
     for n, way in plans(shape, job, gpus, memory, host).items():
         if way is None:
             lines.append(f"| {n:,} | doesn't fit | | | | | | | |")
+            commands.append(f"- {n:,} GPU{'s' if n > 1 else ''}: {_too_large(shape, _wide(job, n), n, memory, host)}")
             continue
         commands.append(f"- {n:,} GPU{'s' if n > 1 else ''}: `{way.command(job, settings)}`")
         s, roles = way.split, way.budget.by_role()

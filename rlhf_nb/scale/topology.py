@@ -120,7 +120,7 @@ def _plain_shape(model: Any) -> DecoderShape | None:
         return None
     stated = settings_in(path)
     names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-    widths = [stated.get(name) for name in (*names, "vocab_size")]
+    widths: list[Any] = [stated.get(name) for name in (*names, "vocab_size")]
     odd = stated.get("attention_bias") or stated.get("mlp_bias") or stated.get("quantization_config")
     if stated.get("model_type") not in _PLAIN or not all(type(w) is int and w > 0 for w in widths) or odd:
         return None

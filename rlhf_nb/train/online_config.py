@@ -203,13 +203,13 @@ def _rewards_placed(rewards: Rewards) -> Rewards:
     roles, models = roles_here(), [f for f in rewards.fns if isinstance(f, Ensemble | RewardModelFn)]
     if roles is None or not models:
         return rewards
-    if len(models) > 1 or not isinstance(one := models[0], RewardModelFn):
+    if len(models) > 1 or not isinstance(local := models[0], RewardModelFn):
         roles.topology.check_one_reward_model()
         return rewards
-    asked = RewardModelFn(placed("reward", lambda: one.model), one.name, one.token_budget, one._device)
-    both = copy.copy(rewards)
-    both.fns = [asked if f is one else f for f in rewards.fns]
-    return both
+    remote = RewardModelFn(placed("reward", lambda: local.model), local.name, local.token_budget, local._device)
+    placed_rewards = copy.copy(rewards)
+    placed_rewards.fns = [remote if fn is local else fn for fn in rewards.fns]
+    return placed_rewards
 
 # %% ../../nbs/train/online_config.ipynb #fb7378e7
 def rewarded(config: RewardPart) -> bool:
