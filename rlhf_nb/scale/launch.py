@@ -28,13 +28,13 @@ from pydantic import field_validator, model_validator
 
 from ..config import StrictConfig
 from ..train.method import TextConfig
-from ..core import ConfigError, RlhfError, RunError
+from ..core import ConfigError, RlhfError, RunError, decide_precision
 from ..files import open_regular
 from ..run.checkpoint import checkpoints_in
 from ..run.strategy import layout_of
 from ..run.lock import RunLock, birth
 from ..run.log import RunDir, read_metrics
-from ..run.roles import ClusterTopology
+from ..run.roles import ClusterTopology, what_came_up
 from ..run.state import to_resume_from
 from .live import Live
 from ..train.registry import MethodInfo, add_method, of
@@ -544,7 +544,11 @@ def launch(
     command = [sys.executable, "-m", *agent, "-m", "rlhf_nb.scale.launch", str(folder)]
     env, told = _environment(folder.absolute(), strategy, cpu, zero), say or (lambda _: None)
     if topology is not None:
-        ClusterTopology.load(topology).check_world(num_processes, topology)
+        where = ClusterTopology.load(topology)
+        where.check_world(num_processes, topology)
+        if machines == 1:
+            here = what_came_up(decide_precision("cpu" if cpu else "cuda", "fp32"))
+            where.check_came_up([here] * num_processes)
         env["RLHF_NB_TOPOLOGY"] = str(Path(topology).absolute())
     told(f"{num_processes} processes ({strategy}) begin; what they print is in {folder / 'out.txt'}")
     own = machine == 0 and not run.holds_run()
