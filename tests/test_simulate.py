@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from rlhf_nb.cli.main import app
 from rlhf_nb.core import ConfigError
 from rlhf_nb.scale.predict import named_gpu
-from rlhf_nb.scale.simulate import Hazards, DrawLayout, fastest, simulate_run, simulated_hours
+from rlhf_nb.scale.simulate import DrawLayout, Hazards, fastest, simulate_run, simulated_hours
 from rlhf_nb.scale.topology import DecoderShape, Job
 
 
