@@ -263,8 +263,7 @@ def rng_state() -> dict[str, Tensor]:
     """The state of every random generator as tensors, so that a safetensors file can hold it.
 
     Returns:
-        "python" (int64[628]) and "numpy" (int64[627]), "torch" (uint8[n]), and "cuda.0", "cuda.1", ..., "mps" where they
-        are in use.
+        "python" (int64[628]), "numpy" (int64[627]), "torch" (uint8[n]); "cuda.0", "cuda.1", ..., "mps" where in use.
     """
     version, words, gauss = random.getstate()
     python = [version, int(gauss is not None), _float_bits(float(gauss or 0.0)), *words]

@@ -134,7 +134,7 @@ def merged_tensor(
     Args:
         recipe: how.
         name: of the tensor.
-        models: in the recipe's order; state dicts, or `ModelTensors`. The tensor `name` has one shape in all, any shape.
+        models: in the recipe's order; state dicts, or `ModelTensors`. `name` has one shape in all, any shape.
         base: where the recipe has one; of any shape that the models' tensor has.
 
     Returns:

@@ -651,8 +651,8 @@ def same_versions() -> None:
 def engine_state(engine: Engine) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
     """Model and optimizer as (tensors by group, JSON): only what trains, buffers, and the optimizer's averages.
 
-    Tensors have any shape; with several processes they are this rank's parts, flat ([n]), and `slices` says where they lie:
-    {group: {name: (shape of the whole, start)}}.
+    Tensors have any shape; with several processes they are this rank's parts, flat ([n]), and `slices` says where they
+    lie: {group: {name: (shape of the whole, start)}}.
     """
     module, _, settings = engine._prepared()
     strategy = engine.strategy
