@@ -136,9 +136,11 @@ class Chooser:
         """
         size = max(1, PIECE // logits.shape[-1])
         if logits.is_cpu and len(logits) > size:  # the same, a few rows at a time
-            parts = [x.split(size) if isinstance(x, Tensor) and x.dim() else itertools.repeat(x) for x in (u, position)]
-            found = [self(*part) for part in zip(logits.split(size), *parts)]
-            return tuple(torch.cat(x) for x in zip(*found))  # type: ignore[return-value]
+            each = [
+                torch.split(x, size) if torch.is_tensor(x) and x.dim() else itertools.repeat(x) for x in (u, position)
+            ]
+            chosen = [self(*part) for part in zip(torch.split(logits, size), *each)]
+            return tuple(torch.cat(x) for x in zip(*chosen))  # type: ignore[return-value]
         logps, allowed = self._allowed(logits, position)
         if self.greedy or u is None:
             tokens = allowed.argmax(-1)
