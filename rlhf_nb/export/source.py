@@ -13,7 +13,7 @@ import torch
 
 from ..config import ModelConfig
 from ..core import ModelError, decide_precision
-from ..models.load import load_causal_lm, load_tokenizer
+from ..models.load import load_causal_lm
 from ..models.shards import SHARD_BYTES, ModelTensors, write_beside, write_shards
 
 # %% auto #0
@@ -46,18 +46,6 @@ class ExportSource:
     def model(self) -> Any:
         """The model in fp32 on the CPU, an adapter merged."""
         return load_fp32(self.place)
-
-    @cached_property
-    def tokenizer(self) -> Any:
-        """Its tokenizer, an adapter's own if it has one."""
-        return load_tokenizer(ModelConfig(name_or_path=self.place))
-
-    @property
-    def eos(self) -> list[int]:
-        """Tokens that end an answer: the tokenizer's, and those that the model says."""
-        ids = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
-        listed = ids if isinstance(ids, list) else [ids]
-        return sorted({int(i) for i in [*listed, self.tokenizer.eos_token_id] if i is not None})
 
     @property
     def bytes(self) -> int:
