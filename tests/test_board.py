@@ -39,7 +39,7 @@ CONFIGS: dict[str, str] = {
     "a seed that is none": "method: sft\nseed: [1, {a: 2}]\n",
     "kinds": "kl_budget: x\nkl_target: [1]\nkl_coef: {}\nrewards: 3\nsteps: many\n",
 }  # fmt: skip
-FILES = ["config.yaml", "samples.jsonl", "lock.json", "control.jsonl", "notes.json", "fork.json"]
+FILES = ["config.yaml", "samples.jsonl", "lock.json", "control.jsonl", "notes.json"]
 JSON = [b"", b"[]", b"3", b"{", b'{"note": [1], "tags": 3, "at": "x", "parent": 5}']
 JSON += [b'{"tags": [1, "<script>alert(1)</script>"], "at": 1e999, "parent": [1]}']
 NAMES = [
@@ -84,8 +84,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 case "link":
                     place.symlink_to(home / "secret")
     for n, text in enumerate(JSON):
-        for file in ("notes.json", "fork.json"):
-            (run(f"{n} {file}") / file).write_bytes(text)
+        (run(f"{n} notes.json") / "notes.json").write_bytes(text)
     for seed in (0, 1):  # of one experiment, over, and beyond all bounds
         log = LOG.replace(b'"loss": 1.0', b'"loss": 1e308').replace(b'"loss": 0.2', b'"loss": 1.5e308')
         run(f"huge seed {seed}", log + b'{"type": "end", "step": 5}\n', f"method: other\nseed: {seed}\n")

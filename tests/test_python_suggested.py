@@ -63,7 +63,7 @@ RUN: dict[str, str] = {  # a suggestion, and lines that hold it; of a fence, and
     "calibration(said, true)": SCORES, "by_slice(values, names)": SCORES,
     FROZEN: RESULTS, 'CapabilityTester.read("frozen.json").test({...})': f"{RESULTS}{FROZEN}\nCapabilityTester.read('frozen.json').test({{'sums': results, 'facts': others}})",
     'FeedbackStore("feedback.jsonl")': "from rlhf_nb.feedback.store import FeedbackStore\n",
-    "torch.use_deterministic_algorithms(True)": "", "from rlhf_nb.pipeline.fork import fork": "", "from rlhf_nb.pipeline.sweep import sweep": "",
+    "torch.use_deterministic_algorithms(True)": "", "from rlhf_nb.pipeline.sweep import sweep": "",
     "def brief(prompts, completions, answer, **columns)": "",
     "tokenizer.apply_chat_template(messages, tokenize=False).rstrip()": TEMPLATES + "set_chat_template(tokenizer); messages = [{'role': 'user', 'content': 'Hi!'}]\n",
     "evaluate(model, tokenizer, prompts, rewards, reference, seed=...)": "prompts, rewards, reference = ['Visitor: Hi!\\nPip:'], {'short': short}, model\nevaluate(model, tokenizer, prompts, rewards, reference, seed=0)",

@@ -54,7 +54,8 @@ def rounding_kl(model: Any, copy: nn.Module, new_tokens: int = 32) -> Tensor:
             "tokens, and no KL can be formed."
         )
     p, q = full.log_softmax(-1), rounded.log_softmax(-1)
-    return (p.exp() * (p - q)).sum(-1).clamp(min=0)
+    kl: Tensor = (p.exp() * (p - q)).sum(-1).clamp(min=0)
+    return kl
 
 # %% ../../nbs/export/formats.ipynb #a868007
 _TABLE = table_of("export/tables.yaml")
