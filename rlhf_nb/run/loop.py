@@ -32,15 +32,15 @@ from .hf_callbacks import as_callback
 from .lock import RunLock
 from .log import EventLog, History, Meter, RunDir, append_line
 from .overopt import stop_by
-from .state import Saves, checkpoint_job, condition, open_run
+from .state import Saves, condition, open_run
 from ..fast.workers import alone_if_small
 from ..scoring.packing import work
 from ..strict import table_of
 from ..types import Batch, sent
 
 # %% auto #0
-__all__ = ['BaseMethod', 'Sums', 'means', 'Source', 'StepStart', 'Boundary', 'too_many_bad', 'all_steps', 'learns_or_answers',
-           'Trainer']
+__all__ = ['BaseMethod', 'Sums', 'means', 'Source', 'StepStart', 'Feed', 'Boundary', 'too_many_bad', 'all_steps',
+           'learns_or_answers', 'Trainer']
 
 # %% ../../nbs/run/loop.ipynb #38ebbf32
 class BaseMethod(ABC):
@@ -326,6 +326,45 @@ class StepStart:
             return f" (And no checkpoint could be left: {error})"
         return f" A checkpoint of step {run.step} was left; resume goes on from there."
 
+# %% ../../nbs/run/loop.ipynb #c2c69bfd
+class Feed:
+    """Where a run's batches come from: each rank takes its share of the source's next rows.
+
+    Args:
+        run: a trainer.
+    """
+
+    def __init__(self, run: Trainer) -> None:
+        self.run = run
+        self.rows = run.config.rollout_batch_size // run.method.group  # of the source, in a step
+
+    def pull(self) -> Any:
+        """This rank's share of the next global batch, collated, on the device; None when the source has run dry."""
+        with self.run.meter.time("data"):
+            mine = self._share_of(self.run.source.next_batch(self.rows))
+            self.run.exhausted = not mine
+            return self.batch_of(mine) if mine else None
+
+    def peek(self, n: int | None = None) -> Any:
+        """What `pull` gives next, or the first n rows of all ranks; they stay in the source."""
+        before = copy.deepcopy(self.run.source.state_dict())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the rows come again, and with them what is to be said of them
+            rows = self.run.source.next_batch(self.rows)
+        self.run.source.load_state_dict(before)
+        rows = self._share_of(rows) if n is None else rows[:n]
+        return self.batch_of(rows) if rows else None
+
+    def _share_of(self, rows: list[Any]) -> list[Any]:
+        """Of a global batch, this rank's rows."""
+        world = self.run.engine.world_size
+        return rows[: len(rows) // world * world][self.run.engine.rank :: world]
+
+    def batch_of(self, rows: list[Any]) -> Any:
+        """Rows collated, on the device."""
+        batch: Any = self.run.method.collate(rows)
+        return batch.to(self.run.engine.device) if hasattr(batch, "to") else batch
+
 # %% ../../nbs/run/loop.ipynb #c2c69b05
 class Boundary:
     """What happens between two steps: observers look, requests are served, evaluation and checkpoint if they are due.
@@ -486,7 +525,6 @@ class Trainer:
         self.engine = engine or Engine(decide_precision(config.device, config.precision, parameters=size))
         self.engine.recompute = config.recompute
         _check_shares(config, self.engine.world_size, method.group)
-        self.rows_per_step = config.rollout_batch_size // method.group  # of the source
         self.total_steps = _planned_steps(source, config, method.group)
         epoch = _epoch_steps(source, config, method.group)
         self.eval_steps = epoch if config.eval_every == "epoch" else config.eval_every
@@ -498,7 +536,7 @@ class Trainer:
         self.step, self.updates, self.bad_in_a_row = 0, 0, 0
         self.started = self.exhausted = False
         self.failure: RunError | None = None
-        self.step_start, self.boundary = StepStart(self), Boundary(self)
+        self.feed, self.step_start, self.boundary = Feed(self), StepStart(self), Boundary(self)
         self.history, self.log, self.meter = History(), EventLog(None, self.engine.rank), method.meter
         if self.engine.roles is not None:
             self.meter.further = self.engine.roles.wire.report
@@ -544,31 +582,11 @@ class Trainer:
         no more.
         """
         if self.method.ahead is None:
-            return self.pull()
+            return self.feed.pull()
         with self.step_start.kept(), self.meter.time("collect"), self.engine.inference():
-            ticket = self.method.draw_ahead(self.step, self.total_steps, self.pull)
+            ticket = self.method.draw_ahead(self.step, self.total_steps, self.feed.pull)
         self.exhausted = ticket is None
         return ticket
-
-    def pull(self) -> Any:
-        """This rank's share of the next global batch, collated, on the device; None when the source has run dry."""
-        with self.meter.time("data"):
-            rows, world = self.source.next_batch(self.rows_per_step), self.engine.world_size
-            mine = rows[: len(rows) // world * world][self.engine.rank :: world]
-            self.exhausted = not mine
-            return self.batch_of(mine) if mine else None
-
-    def peek(self) -> Any:
-        """What `pull` gives next; it stays in the source."""
-        before = copy.deepcopy(self.source.state_dict())
-        batch = self.pull()
-        self.source.load_state_dict(before)
-        return batch
-
-    def batch_of(self, rows: list[Any]) -> Any:
-        """Rows collated, on the device."""
-        batch: Any = self.method.collate(rows)
-        return batch.to(self.engine.device) if hasattr(batch, "to") else batch
 
     def collect(self, batch: Any) -> Any:
         """What this step learns from, made without gradient."""
@@ -681,16 +699,7 @@ class Trainer:
         """
         if not self.started:
             self.start()
-        self.lock.check()
-        if not failed:
-            self.saves.saved(self.step)
-        with self.meter.time("save"):
-            self.writer.submit(checkpoint_job(self, failed))
-        folder = self.run_dir.checkpoints / f"{'failed' if failed else 'step'}-{self.step:010d}"
-        self.event("save", path=folder.name)
-        if not failed:
-            self.observers.call("on_save", self, folder)
-        return folder
+        return self.saves.save(self, failed)
 
     def save_model(self, folder: str | Path | None = None) -> None:
         """Write the trained model for plain `from_pretrained` (default: into `model` in the run's folder); every
@@ -706,7 +715,7 @@ class Trainer:
         compute what the next step asks.
         """
         if self.engine.roles is not None and self.step + 1 < self.total_steps:
-            self.method.look_ahead(self.peek)
+            self.method.look_ahead(self.feed.peek)
         for epoch in range(self.config.num_inner_epochs):
             yield from self.method.mini_batches(data, derive_seed(self.config.seed, "mini_batches", self.step, epoch))
 

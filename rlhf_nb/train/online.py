@@ -804,7 +804,7 @@ class OnlineTrainer(TextTrainer[_O]):
 
     def prompts(self, n: int | None = None) -> PromptBatch:
         """The prompts of the next n answers (default: a rollout batch)."""
-        rows = self.source.next_batch(self.rows_per_step if n is None else n // self.method.group)
+        rows = self.source.next_batch(self.feed.rows if n is None else n // self.method.group)
         return self.method.collate(rows).to(self.engine.device)
 
     def rollout(self, prompts: PromptBatch) -> Rollout:
