@@ -93,16 +93,6 @@ class BaseMethod(ABC):
         """What to learn from, made without gradient; `step` counts steps done before."""
         return batch
 
-    def draw_ahead(self, step: int, total: int, pull: Callable[[], Any]) -> Any:
-        """This step's batch, after those of later steps were begun; None: there is none. Asked where there is `ahead`.
-
-        Args:
-            step: steps done before.
-            total: steps in all.
-            pull: gives the next batch of the source, or None.
-        """
-        return None
-
     def look_ahead(self, peek: Callable[[], Any]) -> None:
         """Called before the updates of a step, where frozen models are on other ranks: what the next step will ask them
         may be asked now.
@@ -328,7 +318,7 @@ class StepStart:
 
 # %% ../../nbs/run/loop.ipynb #c2c69bfd
 class Feed:
-    """Where a run's batches come from: each rank takes its share of the source's next rows.
+    """Where a run's batches come from: each rank takes its share of the source's next rows, and learns from pieces.
 
     Args:
         run: a trainer.
@@ -364,6 +354,16 @@ class Feed:
         """Rows collated, on the device."""
         batch: Any = self.run.method.collate(rows)
         return batch.to(self.run.engine.device) if hasattr(batch, "to") else batch
+
+    def mini_batches(self, data: Any) -> Iterator[Any]:
+        """All mini-batches of a step, in an order that depends on seed, step and inner epoch only; other ranks begin to
+        compute what the next step asks.
+        """
+        run, config = self.run, self.run.config
+        if run.engine.roles is not None and run.step + 1 < run.total_steps:
+            run.method.look_ahead(self.peek)
+        for epoch in range(config.num_inner_epochs):
+            yield from run.method.mini_batches(data, derive_seed(config.seed, "mini_batches", run.step, epoch))
 
 # %% ../../nbs/run/loop.ipynb #c2c69b05
 class Boundary:
@@ -417,6 +417,16 @@ class Boundary:
             run.save()
         run.writer.check()
         return asked
+
+    def keep(self, numbers: Mapping[str, float]) -> dict[str, Any]:
+        """Write down what was measured on held-out rows; the same, under its names in the log."""
+        run = self.run
+        metrics: dict[str, Any] = {k if k.startswith("eval/") else f"eval/{k}": v for k, v in numbers.items()}
+        if metrics:
+            run.history.evals.append(run.event("eval", **metrics))
+        if run.started and run.method.by_question and run.engine.is_main:
+            append_line(run.run_dir.questions_path, {"step": run.step, **_written(run.method.by_question)})
+        return metrics
 
     def _warn(self, message: str) -> None:
         """Say something that is wrong and ends nothing."""
@@ -584,7 +594,7 @@ class Trainer:
         if self.method.ahead is None:
             return self.feed.pull()
         with self.step_start.kept(), self.meter.time("collect"), self.engine.inference():
-            ticket = self.method.draw_ahead(self.step, self.total_steps, self.feed.pull)
+            ticket = self.method.ahead.draw(self.step, self.total_steps, self.feed.pull)
         self.exhausted = ticket is None
         return ticket
 
@@ -606,7 +616,7 @@ class Trainer:
         done = skipped = 0
         with self.meter.time("update"):
             engine.set_lr(self.step)
-            for mini in self._mini_batches(data):
+            for mini in self.feed.mini_batches(data):
                 sums, counts = Sums(), engine.reduce_sum(method.denominators(mini))
                 with engine.steady(method.module):
                     for terms, loss in engine.learn(method, mini, counts):  # method.loss and backward, each micro-batch
@@ -675,12 +685,7 @@ class Trainer:
         """The method's held-out metrics; no random number of the training is used up by it."""
         with _same_numbers_after(), self.engine.inference():
             numbers = self.held_out_numbers()
-        metrics = {k if k.startswith("eval/") else f"eval/{k}": v for k, v in numbers.items()}
-        if metrics:
-            self.history.evals.append(self.event("eval", **metrics))
-        if self.started and self.method.by_question and self.engine.is_main:
-            append_line(self.run_dir.questions_path, {"step": self.step, **_written(self.method.by_question)})
-        return metrics
+        return self.boundary.keep(numbers)
 
     def held_out_numbers(self) -> dict[str, float]:
         """What the method measures on the held-out rows."""
@@ -709,15 +714,6 @@ class Trainer:
             if self.engine.is_main:
                 self.method.save_model(Path(self.config.output_dir) / "model" if folder is None else Path(folder))
         self.engine.barrier()
-
-    def _mini_batches(self, data: Any) -> Iterator[Any]:
-        """All mini-batches of a step, in an order that depends on seed, step and inner epoch only; other ranks begin to
-        compute what the next step asks.
-        """
-        if self.engine.roles is not None and self.step + 1 < self.total_steps:
-            self.method.look_ahead(self.feed.peek)
-        for epoch in range(self.config.num_inner_epochs):
-            yield from self.method.mini_batches(data, derive_seed(self.config.seed, "mini_batches", self.step, epoch))
 
 # %% ../../nbs/run/loop.ipynb #c2c69b08
 def _check_shares(config: TrainConfig, ranks: int, group: int) -> None:

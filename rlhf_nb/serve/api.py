@@ -15,7 +15,7 @@ from .door import gone, unless_gone
 from ..rollout.tools import call_form
 from .gate import Gate, read_keys
 from .meters import Meters
-from .protocol import Asked, ChatAsked, Form, Refused, TextAsked, usage
+from .protocol import AnythingAsked, Asked, ChatAsked, Form, Refused, TextAsked, usage
 from .reading import score
 from .settings import package_of_serving
 from .site import Site
@@ -168,7 +168,7 @@ def _routes(app: Any, web: Any, desk: Desk) -> None:
     json_of = web.responses.JSONResponse
 
     async def embeddings(request: Any) -> Any:
-        desk.intake.who(request)
+        await desk.intake.read(request, AnythingAsked)
         raise Refused(400, "no embeddings are served: a chat model wasn't trained for them. Servers of models made for "
             "search, such as vLLM, have /v1/embeddings.")  # fmt: skip
 
