@@ -11,8 +11,7 @@ from command import call
 from rlhf_nb.config import LoraSettings
 from rlhf_nb.data import toy
 from rlhf_nb.export import formats
-from rlhf_nb.export.formats import EXPORT_RECORD, rounding_kl
-from rlhf_nb.export.source import ExportSource
+from rlhf_nb.export.formats import EXPORT_RECORD, ExportSource, rounding_kl
 from rlhf_nb.models.adapters import add_lora
 from rlhf_nb.models.load import load_model, merged_weights, save_model
 from rlhf_nb.untrusted import json_value

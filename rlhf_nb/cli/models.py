@@ -32,8 +32,7 @@ def export_command(
     """Write a model for other programs, and say how far rounding took it from the model (KL)."""
     with told(debug):
         from rlhf_nb.core import DTYPES, check_choice
-        from rlhf_nb.export.formats import EXPORT_RECORD, check_format, export_model
-        from rlhf_nb.export.source import ExportSource
+        from rlhf_nb.export.formats import EXPORT_RECORD, ExportSource, check_format, export_model
         from rlhf_nb.hub.merging import size_of
 
         check_format(to)

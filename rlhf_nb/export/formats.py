@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from .. import __version__
-from ..core import ConfigError, RunError, check_choice
+from ..config import ModelConfig
+from ..core import ConfigError, ModelError, RunError, check_choice, decide_precision
 from ..data.hub import sha256_of
-from .source import ExportSource, load_fp32, write_safetensors
-from ..models.load import probe_ids, staged
+from ..models.load import load_causal_lm, probe_ids, staged
 from ..models.merge import sha256_of_weights, told_place
-from ..models.shards import SHARD_BYTES
+from ..models.shards import SHARD_BYTES, ModelTensors, write_beside, write_shards
 from ..strict import table_of
 from ..train.stage import read_json
 
@@ -27,8 +30,79 @@ EXPORT_RECORD = "export.json"
 EXPORT_BOUND = 0.01  # largest mean KL(model ‖ copy) that is kept without being forced, nats a token
 
 # %% auto #0
-__all__ = ['EXPORT_RECORD', 'EXPORT_BOUND', 'LEFT_OUT', 'rounding_kl', 'check_format', 'Exported', 'earlier_files',
-           'check_target', 'export_model', 'readme']
+__all__ = ['EXPORT_RECORD', 'EXPORT_BOUND', 'LEFT_OUT', 'ExportSource', 'load_fp32', 'write_safetensors', 'rounding_kl',
+           'check_format', 'Exported', 'earlier_files', 'check_target', 'export_model']
+
+# %% ../../nbs/export/formats.ipynb #a861007
+@dataclass
+class ExportSource:
+    """A model that is exported.
+
+    Args:
+        place: directory, short name that was fetched, or an adapter's directory.
+
+    Raises:
+        ModelError: not on this machine, no safetensors, a reward model, or an adapter that doesn't fit.
+    """
+
+    place: str
+    tensors: ModelTensors = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tensors = ModelTensors(self.place)
+        if (
+            getattr(self.tensors.config, "reward_bias", None) is not None
+            or (self.tensors.own / "REWARD_MODEL.md").exists()
+        ):
+            raise ModelError(f"{self.place!r} is a reward model, and writes no texts: name the policy's folder.")
+
+    @cached_property
+    def model(self) -> Any:
+        """The model in fp32 on the CPU, an adapter merged."""
+        return load_fp32(self.place)
+
+    @property
+    def bytes(self) -> int:
+        """Of its weights, as they are stored."""
+        return sum(self.tensors.table[n].bytes for n in self.tensors)
+
+    @property
+    def numbers(self) -> int:
+        """How many weights it has."""
+        return sum(self.tensors.table[n].bytes // self.tensors.table[n].dtype.itemsize for n in self.tensors)
+
+
+def load_fp32(place: str | Path) -> Any:
+    """A causal language model in fp32 on the CPU, whatever its file holds.
+
+    Args:
+        place: directory or GGUF file.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*are unpacked to")  # that is what it is loaded for
+        return load_causal_lm(ModelConfig(name_or_path=str(place)), decide_precision("cpu", "fp32"), trainable=False)
+
+# %% ../../nbs/export/formats.ipynb #a861010
+def write_safetensors(
+    source: ExportSource, folder: Path, dtype: torch.dtype | None = None, shard_bytes: int = SHARD_BYTES
+) -> list[str]:
+    """Write a model as plain transformers reads it.
+
+    Args:
+        source: what is written.
+        folder: where to.
+        dtype: number format; None: as it is.
+        shard_bytes: of one file of weights.
+
+    Returns:
+        What a reader should know.
+    """
+    own = source.tensors
+    table = own.written(dtype)
+    write_shards(folder, table, lambda n: own[n].to(table[n][0]), shard_bytes)
+    write_beside(folder, own, dtype)
+    formats = sorted({str(d).removeprefix("torch.") for d, _ in table.values()})
+    return [f"numbers in {', '.join(formats)}" + (", the adapter merged" if own.adapter is not None else "")]
 
 # %% ../../nbs/export/formats.ipynb #a8680b1
 @torch.no_grad()
@@ -195,7 +269,7 @@ def export_model(
 
 # %% ../../nbs/export/formats.ipynb #a868014
 def _describe(done: Exported, source: ExportSource, files: dict[str, Path], folder: Path) -> None:
-    """Write export.json and README.md."""
+    """Write export.json."""
     weights = sha256_of_weights(source.tensors)
     record = {
         "schema": 2, "format": "safetensors", "rlhf_nb": __version__,
@@ -204,19 +278,3 @@ def _describe(done: Exported, source: ExportSource, files: dict[str, Path], fold
         "bytes": done.bytes, "notes": done.notes, "kl": done.kl, "kl_worst": done.kl_worst,
     }  # fmt: skip
     (folder / EXPORT_RECORD).write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    (folder / "README.md").write_text(readme(done, source), encoding="utf-8")
-
-
-def readme(done: Exported, source: ExportSource) -> str:
-    """What an export is, for who finds the folder.
-
-    Args:
-        done: the export.
-        source: what it was made of.
-    """
-    rows = [
-        ("KL from the model, nats a token", f"{done.kl:.2g} (worst {done.kl_worst:.2g})"),
-        ("size", f"{done.bytes / 1e6:,.1f} MB (weights of the model: {done.source_bytes / 1e6:,.1f} MB)"),
-    ]
-    table, notes = "\n".join(f"| {k} | {v} |" for k, v in rows), "".join(f" Note: {n}." for n in done.notes)
-    return str(_TABLE["readme"].format(place=told_place(source.place), record=EXPORT_RECORD, rows=table, notes=notes))
