@@ -179,21 +179,21 @@ class Rollouts:
 
     def metrics(self, ticket: StepTicket) -> dict[str, float]:
         """How old a ticket is, how long its rewards took, and what workers did meanwhile."""
-        found = {"rollout/lag": float(ticket.number - ticket.version), "perf/rewards_s": self.said(ticket).seconds}
+        metrics = {"rollout/lag": float(ticket.number - ticket.version), "perf/rewards_s": self.said(ticket).seconds}
         if (workers := self.workers) is not None:
             drawn = ticket.drawing.result()
-            found |= {"perf/workers_s": drawn.seconds, "perf/workers_cpu_s": drawn.cpu_seconds}
-            found |= {"perf/generator_idle": workers.idle(), "perf/worker_deaths": float(workers.deaths)}
-            found |= {} if drawn.difference is None else {"rollout/engine_difference": drawn.difference}
-        return found
+            metrics |= {"perf/workers_s": drawn.seconds, "perf/workers_cpu_s": drawn.cpu_seconds}
+            metrics |= {"perf/generator_idle": workers.idle(), "perf/worker_deaths": float(workers.deaths)}
+            metrics |= {} if drawn.difference is None else {"rollout/engine_difference": drawn.difference}
+        return metrics
 
     def hides_little(self, ticket: StepTicket) -> str:
         """Once, of a lag that has hardly any waiting to hide: what its rewards took of a step; else ""."""
         seconds, now = self.said(ticket).seconds, time.monotonic()
-        took, self._taken = now - self._taken, now
-        if not self.lag or self.workers is not None or not seconds < 0.05 * took or ticket.number != self.lag + 1:
+        step_s, self._taken = now - self._taken, now
+        if not self.lag or self.workers is not None or not seconds < 0.05 * step_s or ticket.number != self.lag + 1:
             return ""
-        return f"the rewards of a step took {seconds:.2g} s of its {took:.2g} s, so there is little to hide"
+        return f"the rewards of a step took {seconds:.2g} s of its {step_s:.2g} s, so there is little to hide"
 
     def state_dict(self, ends: Callable[[], object] = lambda: False) -> list[dict[str, Any]]:
         """All tickets, with their rewards; without, where they failed, or were late: they are asked for again.
@@ -225,10 +225,10 @@ class Rollouts:
 
         A lag that was another one is told.
         """
-        was = max([t["number"] - t["version"] for t in told], default=None)
-        if was not in (self.lag, None):
-            first = f"the answers of {len(told)} steps in the checkpoint are learnt from first"
-            warnings.warn(f"rollouts.lag is {self.lag}, and was {was}: {first}.", stacklevel=4)
+        earlier = max([t["number"] - t["version"] for t in told], default=None)
+        if earlier not in (self.lag, None):
+            order = f"the answers of {len(told)} steps in the checkpoint are learnt from first"
+            warnings.warn(f"rollouts.lag is {self.lag}, and was {earlier}: {order}.", stacklevel=4)
 
         def ticket_of(t: dict[str, Any]) -> StepTicket:
             drawn = Drawn(Rollout(**t["drawn"]).to(device))

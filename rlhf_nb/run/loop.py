@@ -689,8 +689,7 @@ class Trainer:
 
     def held_out_numbers(self) -> dict[str, float]:
         """What the method measures on the held-out rows."""
-        metrics: dict[str, float] = self.method.evaluate(self.held_out)
-        return metrics
+        return dict(self.method.evaluate(self.held_out))
 
     def save(self, failed: bool = False) -> Path:
         """Hand a snapshot to the writer; returns where it will be.
