@@ -126,7 +126,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (here / "rewards.py").write_text(
         "def short(prompts, completions):\n    return [-float(len(c)) for c in completions]\n"
     )
-    for name in ("runs/ppo", "runs/demo", "runs/grpo"):
+    for name in ("runs/ppo", "runs/demo", "runs/grpo", "runs/what-if"):
         (here / name).mkdir(parents=True, exist_ok=True)
         (here / name / "config.yaml").write_text("data: toy\n" if name == "runs/demo" else "steps: 1\nepochs: null\n")
     return here

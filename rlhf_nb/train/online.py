@@ -56,8 +56,8 @@ from ..types import PromptBatch, Rollout, along, host, within
 
 # %% auto #0
 __all__ = ['rollout_metrics', 'rollout_samples', 'group_metrics', 'promises_kept', 'reward_metrics', 'shuffled', 'OnlineMethod',
-           'holds_model', 'rollouts_of', 'check_kept', 'check_lag', 'check_workers', 'check_draws', 'evaluate_held_out',
-           'warn_of_endless', 'OnlineTrainer']
+           'holds_model', 'rollouts_of', 'check_ahead', 'check_lag', 'check_workers', 'check_draws',
+           'evaluate_held_out', 'warn_of_endless', 'OnlineTrainer']
 
 # %% ../../nbs/train/online.ipynb #3b274448
 @torch.no_grad()
@@ -381,7 +381,7 @@ class OnlineMethod(TextMethod):
             again: as in `rollout`.
         """
         self.heat(self.temperature)
-        check_kept(prompts.columns, self.config.rollouts.lag)
+        check_ahead(prompts.columns, self.config.rollouts.lag)
         workers, seed = self.rollouts.workers, self.seed_of(again)
         if workers is None:
             drawing = future_of(Drawn(self.answers(prompts, number, seed=seed)))
@@ -572,7 +572,7 @@ def rollouts_of(method: OnlineMethod) -> Rollouts:
     return Rollouts(method, how.lag, 0 if now else how.at_once or how.lag + 1, workers)
 
 
-def check_kept(columns: Mapping[str, Any], lag: int) -> None:
+def check_ahead(columns: Mapping[str, Any], lag: int) -> None:
     """Refuse, before the first of them is drawn, tickets whose columns no checkpoint could hold.
 
     Args:
