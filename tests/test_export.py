@@ -57,7 +57,7 @@ def test_rounding_is_told_and_is_what_the_files_hold(models: Path, tmp_path: Pat
         (["--to", "tensorrt"], "TensorRT-LLM reads --to safetensors"),
         (["--to", "gguf-q8_0"], "convert_hf_to_gguf.py FOLDER --outtype q8_0"),
         (["--dtype", "bf16"], "Nothing was left"),
-        (["--max-kl", "1"], "rlhf-nb compare MODEL COPY"),
+        (["--max-kl", "1"], "rlhf-nb compare MODEL COPY --suite"),
     ],
     ids=["typo", "torchscript", "onnx", "tensorrt", "gguf", "too-dear", "an-earlier-option"],
 )  # fmt: skip

@@ -94,7 +94,6 @@ RUN: dict[str, str] = {  # a suggestion, and lines that hold it; of a fence, and
     "add_lora(model, config.model.lora)": "config = SFTConfig(output_dir='run', model=dict(lora=dict(r=2)))\n",
     "model.generate(..., prompt_lookup_num_tokens=10)": "model.generate(torch.tensor([[3, 4]]), prompt_lookup_num_tokens=10, max_new_tokens=4)",
     "model.generate(..., assistant_model=SMALL)": "model.generate(torch.tensor([[3, 4]]), assistant_model=toy.build_model(1, 'tiny'), max_new_tokens=4)",
-    'transformers.AutoModelForCausalLM.from_pretrained("FOLDER")': "import transformers\nsave_model(model, tokenizer, 'FOLDER')\n",
     'PreferenceCollector(prompts, policies, path="labels.jsonl")': "from rlhf_nb.widgets.collect import PreferenceCollector\nprompts, policies = ['p'], {'a': ['x'], 'b': ['y']}\n",
     "agreement()": COLLECT + "assert collector.agreement() == []", "export(path, format=...)": COLLECT + "assert collector.export('rows.jsonl', format='unpaired') == 0",
     "ask_least_sure(members, tokenizer)": COLLECT + "collector.ask_least_sure([RewardModel.from_policy(toy.build_model(k, 'tiny')) for k in (0, 1)], tokenizer)",

