@@ -112,7 +112,7 @@ RUN: dict[str, str] = {  # a suggestion, and lines that hold it; of a fence, and
     "rescore([row], model, tokenizer)": GRPO + "from rlhf_nb.widgets.samples import read_samples, tokens_html, rescore\nGRPOTrainer(config, model, tokenizer, reward=short, rows=toy.train_prompts(8)).fit()\nsample = read_samples('run')[0]; assert tokens_html(rescore([sample], model, tokenizer)[0], by='entropy')",
 }  # fmt: skip
 ELSEWHERE = {  # what another file runs: its name, and the words that do
-    'fork("runs/ppo", 40, kl_coef=0.05)': ("tests/test_fork.py", "fork("), 'rlhf_nb.push_to_hub("runs/grpo", "owner/name")': ("tests/test_hub_push.py", "push_to_hub(run"),
+    'rlhf_nb.push_to_hub("runs/grpo", "owner/name")': ("tests/test_hub_push.py", "push_to_hub(run"),
     "trainer.push_to_hub()": ("tests/test_trl_scripts.py", ".push_to_hub("), "args=TrainingArguments(...)": ("tests/test_trl_scripts.py", "TrainingArguments("),
     "PPOTrainer(model, ref_model, reward_model, value_model, ...)": ("tests/test_trl_scripts.py", "PPOTrainer("), "from openai import OpenAI": ("tests/test_serve.py", ".chat.completions.create("),
     "engine.prepare(module, settings)": ("nbs/run/engine.ipynb", ".prepare("), "engine.generation_mode()": ("nbs/run/engine.ipynb", ".generation_mode("),
