@@ -14,7 +14,7 @@ from ..config import SamplingConfig
 from ..types import sent
 
 # %% auto #0
-__all__ = ['PIECE', 'running_sum', 'inverse_cdf', 'filter_logps', 'Chooser']
+__all__ = ['DRAWN_AT_ONCE', 'running_sum', 'inverse_cdf', 'filter_logps', 'Chooser']
 
 # %% ../../nbs/rollout/choosing.ipynb #410d0002
 def _by_triangles(x: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ def filter_logps(logps: Tensor, sampling: SamplingConfig) -> Tensor:
     return logps
 
 # %% ../../nbs/rollout/choosing.ipynb #9c3c3bb1
-PIECE = 1 << 17  # numbers whose copies a processor's caches hold
+DRAWN_AT_ONCE = 1 << 17  # numbers whose copies a processor's caches hold
 
 
 class Chooser:
@@ -134,7 +134,7 @@ class Chooser:
             Tokens int64[B], their log-probs [B] at the temperature, *before* minimum length and filters, and bool[B]:
             is it an EOS?
         """
-        size = max(1, PIECE // logits.shape[-1])
+        size = max(1, DRAWN_AT_ONCE // logits.shape[-1])
         if logits.is_cpu and len(logits) > size:  # the same, a few rows at a time
             each = [
                 torch.split(x, size) if torch.is_tensor(x) and x.dim() else itertools.repeat(x) for x in (u, position)
