@@ -14,7 +14,7 @@ import torch
 
 from .. import __version__
 from ..core import ConfigError, RunError, check_choice
-from ..data.hub import sha256_of
+from ..files import sha256_of
 from .price import Price, AnswerScorer, probe_prompts, forward_of, held_out, measure_copy, too_dear
 from .source import ExportSource, load_fp32, write_safetensors
 from ..models.load import staged
