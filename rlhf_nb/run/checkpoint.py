@@ -41,6 +41,9 @@ def split_state(state: Any, at: str = "") -> tuple[Any, dict[str, torch.Tensor]]
             tensors.
         at: path of `state` in a larger one.
 
+    Returns:
+        The state with a mark in the place of each tensor, and the tensors, of any shape, by path.
+
     Raises:
         CheckpointError: the state has something else.
     """
@@ -66,7 +69,12 @@ def split_state(state: Any, at: str = "") -> tuple[Any, dict[str, torch.Tensor]]
 
 # %% ../../nbs/run/checkpoint.ipynb #28cad55a
 def join_state(state: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """The opposite of `split_state`."""
+    """The opposite of `split_state`.
+
+    Args:
+        state: with marks.
+        tensors: by path, of any shape.
+    """
     if isinstance(state, dict):
         if set(state) == {_MARK}:
             return tensors[state[_MARK]]
@@ -297,6 +305,9 @@ def load_checkpoint(
         folder: of the checkpoint.
         verify: False where another rank has checked the same files.
 
+    Returns:
+        {group: {name: tensor of any shape}}, read from the disk when asked for; and the metadata.
+
     Raises:
         CheckpointError: something is missing or has changed.
     """
@@ -312,7 +323,7 @@ def load_checkpoint(
             n: load_file(folder / f"{n}.safetensors") for n in stems if not _SHARD.fullmatch(n)
         }
         groups = sorted({match[1] for n in stems if (match := _SHARD.fullmatch(n))})
-        return tensors | {g: _Joined(folder, g, int(meta["world_size"])) for g in groups}, meta
+        return tensors | {g: _Joined(folder, g, int(meta.get("processes", meta["world_size"]))) for g in groups}, meta
     except (SafetensorError, OSError, ValueError, LookupError, TypeError) as error:
         raise CheckpointError(f"the checkpoint {folder} cannot be read: {error}; take an older one") from error
 
@@ -417,7 +428,14 @@ class _Joined(Mapping[str, torch.Tensor]):
 
 # %% ../../nbs/run/checkpoint.ipynb #58a933a0
 def snapshot(tensors: dict[str, dict[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
-    """Copies in main memory that later updates in place cannot touch."""
+    """Copies in main memory that later updates in place cannot touch.
+
+    Args:
+        tensors: {group: {name: tensor of any shape}}.
+
+    Returns:
+        The same names, tensors of the same shapes, any shapes, on the CPU.
+    """
     return {
         g: {k: v.detach().to("cpu", copy=True).contiguous() for k, v in named.items()} for g, named in tensors.items()
     }
