@@ -436,7 +436,7 @@ def test_no_hash_is_made_of_a_hole(tmp_path: Path, run: Path, monkeypatch: pytes
         reads = [
             f
             for f in functions
-            if re.search(r"(sha256|blake2b)\(", t := ast.unparse(f)) and re.search(r"\.read\(|pieces_of\(", t)
+            if re.search(r"(sha256|blake2b)\(", t := ast.unparse(f)) and re.search(r"\.read\(|read_pieces\(", t)
         ]
         assert len(reads) == hashing.get(module, 0), f"{module}: {[f.name for f in reads]}"
 
