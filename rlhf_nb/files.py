@@ -18,7 +18,7 @@ from typing import IO, Any, BinaryIO, Literal, TextIO, overload
 from .errors import RlhfError
 
 # %% auto #0
-__all__ = ['MAX_COPY', 'FileRefused', 'open_regular', 'copy_regular', 'read_regular', 'pieces_of', 'sha256_of', 'write_whole']
+__all__ = ['MAX_COPY', 'FileRefused', 'open_regular', 'copy_regular', 'read_regular', 'read_pieces', 'sha256_of', 'write_whole']
 
 # %% ../nbs/files.ipynb #e0786370
 class FileRefused(RlhfError, OSError):
@@ -126,7 +126,7 @@ def read_regular(path: str | Path, limit: int, *, root: str | Path | None = None
     return data
 
 
-def pieces_of(path: str | Path, root: str | Path | None = None) -> Iterator[bytes]:
+def read_pieces(path: str | Path, root: str | Path | None = None) -> Iterator[bytes]:
     """The bytes of a file of any size, to be hashed; every ten seconds a warning says how many were read.
 
     Args:
@@ -148,9 +148,9 @@ def pieces_of(path: str | Path, root: str | Path | None = None) -> Iterator[byte
 
 
 def sha256_of(path: str | Path, root: str | Path | None = None) -> str:
-    """SHA-256 of a file, read in pieces; see `pieces_of`."""
+    """SHA-256 of a file, read in pieces; see `read_pieces`."""
     digest = hashlib.sha256()
-    for piece in pieces_of(path, root):
+    for piece in read_pieces(path, root):
         digest.update(piece)
     return digest.hexdigest()
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..core import DataError
 from .formats import Row, warn_rows
-from ..files import pieces_of, sha256_of
+from ..files import read_pieces, sha256_of
 from ..strict import table_of
 
 # %% auto #0
@@ -225,7 +225,7 @@ def files_digest(path: str | Path) -> str | None:
     for file in files:
         name = "".join(file.suffixes) if file == path else str(file.relative_to(path))
         digest.update(f"{name}\0{file.stat().st_size}\0".encode())
-        for piece in pieces_of(file):
+        for piece in read_pieces(file):
             digest.update(piece)
     return digest.hexdigest()
 

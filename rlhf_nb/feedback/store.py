@@ -249,8 +249,8 @@ class FeedbackStore:
                     self.torn += line.ended  # an unfinished last line is being written, or was never acknowledged
                     first = first or f"line {line.number}: {line.problem or 'no feedback'}"
         if self.torn:
-            said = f"{self.path}: lines that are torn or no feedback were left out: {self.torn} ({first})."
-            warnings.warn(said, stacklevel=2)
+            text = f"{self.path}: lines that are torn or no feedback were left out: {self.torn} ({first})."
+            warnings.warn(text, stacklevel=2)
         return [_noted(x, notes) for x in by_id.values() if x.id not in undone]
 
     def standing(self) -> list[Feedback]:

@@ -265,7 +265,7 @@ class Tail:
 
     @property
     def note(self) -> str:
-        """What stands in the file that is no line, in words; empty when nothing does."""
+        """Bytes of the file that are no lines, in words; empty when there are none."""
         if self.zeros:
             return f"zero bytes follow byte {self.offset:,}, and nothing behind them is read"
         return f"{self.passed} line(s) of more than {self.LONGEST:,} bytes were passed over" if self.passed else ""
