@@ -13,7 +13,9 @@ from accelerate.commands.config.config_args import load_config_from_file
 
 from rlhf_nb.core import ConfigError
 from rlhf_nb.run.engine import asked_strategy
+from rlhf_nb.run.strategy import Layout, layout_of
 from rlhf_nb.scale.cluster import accelerate_config, accelerate_configs, kubernetes_manifest, slurm_script
+from rlhf_nb.scale.launch import accelerate_settings, check_launch
 
 KINDS = {
     "ddp": ("MULTI_GPU", None), "cpu2": ("MULTI_GPU", None), "zero2": ("DEEPSPEED", 2), "zero3": ("DEEPSPEED", 3),
@@ -198,3 +200,37 @@ def test_a_word_of_the_command_may_come_twice() -> None:
     """A config called like the method stays in the job's command."""
     script = slurm_script(["sft", "--config", "sft", "data.path=x"], output_dir="runs/a", nodes=1, gpus_per_node=1)
     assert "sft --config sft data.path=x output_dir=runs/a --resume --overwrite" in script
+
+
+def test_a_strategy_in_parts() -> None:
+    """What starts processes, what they hear and what is printed for accelerate take the same words."""
+    assert layout_of("fsdp2+tp2+rep2", 8) == Layout("fsdp2", tensor=2, replicas=2)
+    assert layout_of("ddp+cp4").inner == 4 and layout_of("zero3_offload") == Layout("zero3_offload")
+    both = {"RLHF_NB_STRATEGY": "fsdp2+tp2", "ACCELERATE_USE_FSDP": "true", "WORLD_SIZE": "4"}
+    assert asked_strategy(both) == "fsdp2+tp2"
+    assert accelerate_settings(4, "fsdp2+tp2", cpu=True) == accelerate_settings(4, "fsdp2", cpu=True)
+    text = accelerate_config("fsdp2+tp2", processes=4)
+    assert text.startswith("# Start it with RLHF_NB_STRATEGY=fsdp2+tp2") and yaml.safe_load(text)["num_processes"] == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("fsdp2+tpp2", "Did you mean 'tp'"),
+        ("fsdp2+tp", "with a number, as in fsdp2"),
+        ("fsdp2+tp0", "with a number"),
+        ("fsdp2+tp2+tp2", "has tp twice"),
+        ("zero3+tp2", "tp is not built for zero3"),
+        ("ddp+rep2", "rep is not built for ddp"),
+        ("fsdp2+tp3", "needs a multiple of 3 processes, and there are 4"),
+        ("fsdp2+tp2+rep4", "needs a multiple of 8 processes"),
+        ("fsdp2+tp2+cp2", "leave one out"),
+        ("fsdp", "Did you mean 'fsdp2'"),
+    ],
+)
+def test_a_strategy_that_cannot_be(text: str, says: str) -> None:
+    for refuses in (lambda: layout_of(text, 4), lambda: check_launch(4, text, cpu=True)):
+        with pytest.raises(ConfigError, match=says):
+            refuses()
+    with pytest.raises(ConfigError, match=says):
+        slurm_script(["sft"], "/shared/out", gpus_per_node=4, strategy=text)
