@@ -302,7 +302,7 @@ def run_ranks(case: str, folder: Path, world: int = 1, strategy: str = "", cpu: 
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()),
         }
-        env |= {"ACCELERATE_USE_CPU": "true"} if strategy in ("", "ddp", "fsdp2") else {}
+        env |= {"ACCELERATE_USE_CPU": "true"} if not strategy.startswith("zero") else {}
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, __file__, case, str(folder), json.dumps(over)]
     ranks = []

@@ -45,6 +45,7 @@ MISSING = [name for name in ("playwright", "jupyterlab", "ipywidgets") if import
 MISSING += [] if browser_path() else ["a Chromium (chromium, google-chrome, or `playwright install chromium`)"]
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.browser,
     pytest.mark.skipif(bool(MISSING), reason=f"browser tests need {', '.join(MISSING)}: not found in this environment"),
 ]
 

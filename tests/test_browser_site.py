@@ -18,7 +18,7 @@ AXE = importlib.util.find_spec("axe_playwright_python")  # axe.min.js lies in it
 MISSING = [] if importlib.util.find_spec("playwright") else ["playwright"]
 MISSING += [] if browser_path() else ["a Chromium (chromium, google-chrome, or `playwright install chromium`)"]
 looks = pytest.mark.skipif(bool(MISSING), reason=f"browser tests need {', '.join(MISSING)}: not found in this environment")  # fmt: skip
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
 PAGES = [  # one of each kind: home by role, course, how-tos, a lesson, guides, a chapter, API, and what is looked up
     "index", "course", "howto", "guides", "reference", "project", "hood", "nbs/course/lesson_01", "nbs/course/lesson_05", "nbs/course/lab_b",

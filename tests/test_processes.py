@@ -258,3 +258,16 @@ def test_a_part_that_will_never_come(tmp_path: Path, monkeypatch: pytest.MonkeyP
             tmp_path, 1, tensors, {"world_size": 2}, part=Part(0, 2, "t", {"model": {"w": ([6], 0)}}), ending=ending
         )
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_copies_that_are_shared_out_are_one_process(tmp_path: Path) -> None:
+    """HSDP: two copies of the weights, each on two of four processes; saved and gone on with on one, and the other way."""
+    run_ranks("sft", tmp_path / "one", steps=4)
+    run_ranks("sft", tmp_path / "four", 4, "fsdp2+rep2", steps=4)
+    compare(tmp_path / "one", tmp_path / "four")
+    for first, then in ((4, 1), (1, 4)):
+        folder = tmp_path / f"{first}"
+        run_ranks("sft", folder, first, "fsdp2+rep2" if first > 1 else "", steps=2)
+        run_ranks("sft", folder, then, "fsdp2+rep2" if then > 1 else "", steps=4, resume=True)
+        assert far(tmp_path / "one", folder) <= BAR

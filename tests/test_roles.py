@@ -25,6 +25,7 @@ from rlhf_nb.core import ConfigError, Precision, RunError, decide_precision
 from rlhf_nb.data import toy
 from rlhf_nb.models.adapters import Reference
 from rlhf_nb.rewards.base import Ensemble, RewardModelFn, Rewards
+from rlhf_nb.run import engine
 from rlhf_nb.run.loop import Trainer
 from rlhf_nb.run.roles import ClusterTopology, Roles
 from rlhf_nb.scale.launch import launch
@@ -286,16 +287,107 @@ APART = ClusterTopology(nodes=[{"devices": 2}], links=[], placement={"actor": [0
 
 def test_rewards_that_would_not_be_placed_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(online_config, "roles_here", lambda: SimpleNamespace(topology=APART))
-    words = r"reward the ranks \[1\], which is built for one reward model alone"
+    words = r"reward the ranks \[1\], which is built for one reward model,"
     config = GRPOConfig(kl_coef=0.05)
-    for reward in (Ensemble([Doubles(), Doubles()]), Rewards([RewardModelFn(Doubles())])):
+    for reward in (Ensemble([Doubles(), Doubles()]), Rewards([RewardModelFn(Doubles()), RewardModelFn(Doubles())])):
         with pytest.raises(ConfigError, match=words):
             as_rewards(reward, config)
     assert as_rewards(toy.gold_reward, config).fns == [toy.gold_reward]  # a function stays where it is
-    several = config.replace(rewards=[{"model": "a"}, {"model": "b"}])
-    job = job_of(several, decide_precision("cpu", "fp32"))
-    with pytest.raises(ConfigError, match=words):
-        placement_table(toy.build_model(0).config, job, APART)
+    several = {"rewards": [{"model": "a"}, {"model": "b"}]}, {"rewards": [{"model": "a"}], "watch": [{"model": "b"}]}
+    for job in [job_of(config.replace(**more), decide_precision("cpu", "fp32")) for more in several]:
+        with pytest.raises(ConfigError, match=words):
+            placement_table(toy.build_model(0).config, job, APART)
+
+
+@pytest.mark.parametrize("more", [{"rewards": [{"model": "a"}]}, {"reward": None, "watch": [{"model": "a"}]}])
+def test_one_entry_with_a_model_is_placed_as_a_folder_is(more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, model, far = list[Any](), Doubles(), Doubles()
+    place = lambda role, make: asked.append((role, make())) or far  # type: ignore[func-returns-value]
+    for module in (online_config, engine):
+        monkeypatch.setattr(module, "roles_here", lambda: SimpleNamespace(topology=APART, place=place))
+    config = GRPOConfig(kl_coef=0.05)
+    if "watch" in more:
+        entries = lambda found, config, key: Rewards([RewardModelFn(model)])
+        monkeypatch.setattr(online_config, "entries_as_rewards", entries)
+        made = as_rewards(toy.gold_reward, config.replace(watch=more["watch"]))
+    else:
+        made = as_rewards(Rewards([given := RewardModelFn(model), toy.gold_reward]), config)
+        assert given.model is model  # the caller's own stays as it was
+    assert asked == [("reward", model)] and far in [getattr(f, "model", None) for f in made.fns]
+    assert "| 1 | reference+reward |" in placement_table(
+        toy.build_model(0).config,
+        job_of(config.replace(rewards=[{"model": "a"}]), decide_precision("cpu", "fp32")),
+        APART,
+    )
+
+
+def broken(folder: Path, **changes: Any) -> str:
+    """A file for one rank that learns and one that answers, with something wrong."""
+    usual: dict[str, Any] = {"nodes": [{"name": "here", "devices": 2}], "links": []}
+    usual["placement"] = {"actor": [0], "reference": [1]}
+    (folder / "t.yaml").write_text(yaml.safe_dump(usual | changes))
+    return str(folder / "t.yaml")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words", "plans"),
+    [
+        ({"placement": {"actor": ["0-1"], "reference": [1]}}, "groups can't overlap", True),
+        ({"placement": {"actor": ["0-1"]}}, "gives no ranks to reference", True),
+        ({"placement": {"actor+reference": [0], "reward": [1]}}, "keeps no such frozen model", True),
+        ({"links": [{"between": ["here", "here"], "gigabytes_per_s": 0}]}, "no bandwidth", True),
+        ({"nodes": [{"name": "a", "hardware": "cpu"}, {"name": "b", "hardware": "H100"}]}, "precision=fp32", True),
+        ({"nodes": [{"name": "here", "devices": 2, "host": "elsewhere"}]}, "rank 0 came up on host", False),
+        ({"nodes": [{"name": "here", "devices": 2, "hardware": "H100"}]}, "rank 0 came up on 'cpu'", False),
+    ],
+)  # fmt: skip
+def test_each_door_says_the_same_of_a_bad_file(
+    changes: dict[str, Any], words: str, plans: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, run = broken(tmp_path, **changes), f"output_dir={tmp_path / 'run'}"
+    given = ["dpo", "--toy", "device=cpu", run]
+    plain = lambda text: " ".join(text.replace("│", " ").split())  # a table's cells as sentences
+    assert words in plain(call("launch", *given, "-n", "2", "--topology", path, code=1))
+    assert (
+        words in plain(call("plan", *given, "--topology", path, code=int(plans)))
+    ) is plans  # for other machines, too
+    monkeypatch.setenv("RLHF_NB_TOPOLOGY", path)
+    assert words in plain(call("doctor", *given, code=1))
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_other_hardware_than_stated_is_refused_by_the_rank() -> None:
+    stated = ClusterTopology(
+        nodes=[{"name": "a", "hardware": "cpu"}, {"name": "b", "hardware": "A100"}], links=[],
+        placement={"actor": [0], "reference": [1]},
+    )  # fmt: skip
+    gpu = {"host": "h", "hardware": "NVIDIA A100-SXM4-80GB", "format": "float32"}
+    stated.check_came_up([gpu | {"hardware": "cpu"}, gpu])
+    with pytest.raises(
+        ConfigError, match="rank 1 came up on 'NVIDIA L4', but the topology says that node b has 'A100'"
+    ):
+        stated.check_came_up([gpu | {"hardware": "cpu"}, gpu | {"hardware": "NVIDIA L4"}])
+    with pytest.raises(ConfigError, match="rank 0 computes in float32 and rank 1 in bfloat16"):
+        stated.check_came_up([gpu | {"hardware": "cpu"}, gpu | {"format": "bfloat16"}])
+
+
+def test_counters_of_a_wire_miss_nothing_when_threads_ask() -> None:
+    import sys
+
+    from rlhf_nb.run.roles import Wire
+
+    wire, before = Wire(None), sys.getswitchinterval()
+    tensor = torch.zeros(1)
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=lambda: [wire._count(tensor) for _ in range(20_000)]) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert (wire.messages, wire.bytes) == (80_000, 320_000)
 
 
 def test_options_that_a_topology_leaves_without_effect_are_refused(tmp_path: Path) -> None:

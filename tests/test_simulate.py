@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from typer.testing import CliRunner
 from rlhf_nb.cli.main import app
 from rlhf_nb.core import ConfigError
 from rlhf_nb.scale.predict import named_gpu
-from rlhf_nb.scale.simulate import Hazards, simulate_run, simulated_hours
+from rlhf_nb.scale.simulate import DrawLayout, Hazards, fastest, simulate_run, simulated_hours
 from rlhf_nb.scale.topology import DecoderShape, Job
 
 
@@ -96,6 +98,53 @@ def test_bad_numbers_are_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="hardly any would ever be reached"):
         simulate_run(1.0, 1.0, 8, steps=1000, every=1000, hazards=Hazards(between=0.01))
     assert simulate_run(1.0, 1.0, 8, steps=3, hazards=Hazards(between=math.inf)).steps == 3
+
+
+def test_a_plan_searches_split_and_lag_and_says_what_each_part_takes(tmp_path: Path) -> None:
+    widths = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
+    stated = {"model_type": "llama", "num_key_value_heads": 8, "vocab_size": 128_256} | widths
+    (tmp_path / "config.json").write_text(json.dumps(stated))
+
+    def cells(*more: str) -> list[str]:
+        said = CliRunner().invoke(
+            app,
+            [
+                "plan",
+                "grpo",
+                f"model.name_or_path={tmp_path}",
+                "--gpus",
+                "8",
+                "--on",
+                "h100",
+                "--price",
+                "2",
+                *more,
+                "steps=500",
+            ],
+        )
+        assert said.exit_code == 0, said.output
+        table = said.output.partition("The fastest split and lag")[2]
+        assert "hours of 500 steps" in table and "GiB of each rank: policy" in table, said.output
+        return [x.strip() for x in next(x for x in table.splitlines() if x.startswith("| 8 |")).split("|")[1:-1]]
+
+    calm, tailed, failing = cells(), cells("--mean-length", "0.3", "--tail", "0.6"), cells("--mtbf", "50")
+    seconds = lambda row: [float(x) for x in row[3:11]]
+    assert seconds(calm)[2] == 0 < seconds(tailed)[2]  # what the longest answer takes beyond the mean
+    assert calm[0] == tailed[0] == "8" and (seconds(tailed)[1] < 0.5 * seconds(calm)[1] or tailed[1] != calm[1])
+    assert math.isclose(seconds(calm)[7] / seconds(failing)[7], math.sqrt(50_677 / 50), rel_tol=0.01)  # Young's rule
+    assert float(failing[12].replace(",", "")) >= float(calm[12].replace(",", "")) > 0
+
+
+def test_the_least_stale_of_layouts_that_are_as_fast() -> None:
+    def way(drawers: int, lag: int) -> DrawLayout:
+        return DrawLayout(drawers, lag, 4.0, 4.0, 0.0, 1.0, 64)
+
+    calm = Hazards()
+    assert fastest([way(4, lag) for lag in range(5)], 8, calm)[0].lag == 1  # lag 1 hides all that can be hidden
+    slow_wires = [way(4, lag)._replace(sent=4.0) for lag in range(5)]
+    assert fastest(slow_wires, 8, calm)[0].lag == 2
+    best, seconds = fastest([way(0, 0), way(4, 1)], 8, calm)
+    assert best.drawers == 4 and abs(seconds - 4.0) < 0.1
 
 
 def test_the_command_says_who_waits() -> None:

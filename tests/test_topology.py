@@ -56,6 +56,18 @@ def test_counts_are_those_of_the_real_model(family: str, tied: bool) -> None:
     assert shape.lora(3) == sum(p.numel() for p in adapted.parameters() if p.requires_grad)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_config_json_is_read_as_the_model_s_code_would(family: str, tied: bool, tmp_path: Path) -> None:
+    from rlhf_nb.scale import topology
+
+    config = AutoConfig.for_model(family, vocab_size=300, tie_word_embeddings=tied, **FAMILIES[family])
+    config.save_pretrained(tmp_path)
+    plain = topology._plain_shape(tmp_path)
+    assert (plain is None) is (family in ("qwen3", "gpt2", "gpt_neox"))
+    assert decoder_shape(str(tmp_path)) == decoder_shape(config)
+
+
 def test_a_directory_is_as_good_as_a_config(tmp_path: Path) -> None:
     config = AutoConfig.for_model("llama", vocab_size=300, **FAMILIES["llama"])
     config.save_pretrained(tmp_path)

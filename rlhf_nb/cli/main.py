@@ -29,10 +29,11 @@ from ..errors import ConfigError, RunError, suggest
 _all_ = ["find_config", "recipe_kind", "recipes"]
 
 # %% auto #0
-__all__ = ['app', 'config_app', 'runs_app', 'RunFolders', 'Topology', 'Commands', 'ConfigCommands', 'with_methods',
-           'TrainingCommand', 'demo', 'config_show', 'config_init', 'doctor_command', 'data_command', 'watch',
-           'metrics', 'board', 'report', 'learn_command', 'runs_list', 'rollback', 'plan_command', 'simulate_command',
-           'config_accelerate', 'launch_command', 'find_config', 'recipe_kind', 'recipes']
+__all__ = ['app', 'config_app', 'runs_app', 'RunFolders', 'Mtbf', 'MeanLength', 'LengthTail', 'Topology', 'Commands',
+           'ConfigCommands', 'with_methods', 'TrainingCommand', 'demo', 'config_show', 'config_init', 'doctor_command',
+           'data_command', 'watch', 'metrics', 'board', 'report', 'learn_command', 'runs_list', 'rollback',
+           'plan_command', 'simulate_command', 'config_accelerate', 'launch_command', 'find_config', 'recipe_kind',
+           'recipes']
 
 # %% ../../nbs/cli/main.ipynb #e5be3d46
 class Commands(typer.core.TyperGroup):
@@ -308,16 +309,17 @@ def config_init(kind: str = MethodName, toy: bool = Toy, config: str = ConfigFil
 @app.command("doctor")
 def doctor_command(
     kind: str = MethodName, overrides: list[str] = Overrides, config: str = ConfigFile, toy: bool = Toy,
+    topology: Path = typer.Option(None, "--topology", envvar="RLHF_NB_TOPOLOGY", help="can models be placed so?"),
     debug: bool = Debug,
 ) -> None:  # fmt: skip
     """Look at model, tokenizer, data and machine before training; exit code 1 if training would fail."""
     with told(debug):
-        from rlhf_nb.pipeline.doctor import doctor, findings_table
+        from rlhf_nb.pipeline.doctor import check_topology, doctor, findings_table
         from rlhf_nb.train.stage import with_proxy
 
         settings = with_proxy(kind, load_config(kind, config, overrides, toy), toy)
         say_what_to_train("doctor", kind, settings, typed(config, toy, overrides))
-        findings = doctor(settings)
+        findings = (check_topology(settings, topology) if topology else []) + doctor(settings)
         print_rich(findings_table(findings))
         if any(f.level == "error" for f in findings):
             raise typer.Exit(1)
@@ -478,6 +480,9 @@ def _planned(verb: str, kind: str, overrides: list[str], config: str, toy: bool)
     return cfg, given
 
 
+Mtbf: Any = typer.Option(50_677.0, min=1, max=1e12, help="hours of one GPU between two failures; default: Llama 3's")
+MeanLength: Any = typer.Option(1.0, min=0.001, max=1, help="of answers, as a share of sampling.max_new_tokens")
+LengthTail: Any = typer.Option(0.0, min=0, max=3, help="standard deviation of the logarithm of answers' lengths")
 Topology: Any = typer.Option(None, "--topology", help="file that places models on ranks (config init topology)")
 
 
@@ -489,6 +494,7 @@ def plan_command(
     host: float = typer.Option(None, help="GiB of main memory for each GPU; default: enough", min=0, max=1e6),
     on: str = typer.Option(None, help="kind of GPU, for seconds a step: t4 to b200, or a YAML file of its rates"),
     price: float = typer.Option(None, help="of a GPU's hour; needs --on", min=0, max=1e6),
+    mtbf: float = Mtbf, mean_length: float = MeanLength, tail: float = LengthTail,
     rollouts: str = typer.Option(None, callback=_overlap, is_eager=True, help="a run: which lag and workers would pay"),
     topology: Path = Topology,
     debug: bool = Debug,
@@ -496,6 +502,7 @@ def plan_command(
     """Predict what fits on how many GPUs (memory by role, ZeRO stage, offloading), and how long a step takes there."""
     with told(debug):
         from rlhf_nb.pipeline.doctor import cost_here, placement_for, plan_for
+        from rlhf_nb.scale.simulate import Hazards
 
         cfg, given = _planned("plan", kind, overrides, config, toy)
         if topology is not None:
@@ -506,7 +513,8 @@ def plan_command(
                 )
             _tell(placement_for(cfg, topology), err=False)
             return
-        _tell(plan_for(cfg, gpus, on, memory, host, shlex.join(given), price), err=False)
+        hazards = Hazards(between=mtbf, spread=0.03, mean_length=mean_length, tail=tail)
+        _tell(plan_for(cfg, gpus, on, memory, host, shlex.join(given), price, hazards), err=False)
         here = cost_here(cfg)
         if here:
             _tell("\n" + "\n".join(here), err=False)
@@ -520,6 +528,7 @@ def simulate_command(
     memory: float = typer.Option(None, help="GiB of each GPU; default: the kind's", min=0.1, max=1e6),
     hours: float = typer.Option(720.0, help="that the run lasts", min=0.01, max=1e6),
     taken: float = typer.Option(None, min=0.01, help="hours between two times that all machines are taken away"),
+    mtbf: float = Mtbf, mean_length: float = MeanLength, tail: float = LengthTail,
     debug: bool = Debug,
 ) -> None:  # fmt: skip
     """Simulate hours on many GPUs: failures, checkpoints, slow GPUs; in turn, and with some that only draw."""
@@ -530,7 +539,8 @@ def simulate_command(
 
         machine = named_gpu(on)
         shape, job, inner = planned_job(_planned("simulate", kind, overrides, config, toy)[0])
-        hazards = Hazards(spread=0.03, taken=taken or float("inf"))
+        lengths = {"mean_length": mean_length, "tail": tail}
+        hazards = Hazards(between=mtbf, spread=0.03, taken=taken or float("inf"), **lengths)
         _tell(simulated_hours(shape, job, gpus, machine, hours, memory, inner, hazards), err=False)
 
 
@@ -567,7 +577,9 @@ def launch_command(
     """Train on several processes of this machine, restarted when one dies; or print what a cluster needs for it."""
     with told(debug, _again()):
         from rlhf_nb.scale.cluster import kubernetes_manifest, slurm_script
+        from rlhf_nb.run.roles import ClusterTopology
         from rlhf_nb.scale.launch import launch
+        from rlhf_nb.scale.plan import check_placement
         from rlhf_nb.train.entries import named_files
         from rlhf_nb.train.stage import with_proxy
 
@@ -594,5 +606,7 @@ def launch_command(
         else:
             again: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "restarts": restarts}
             again |= {"topology": topology}
+            if topology is not None:
+                check_placement(cfg, ClusterTopology.load(topology))
             done = launch(cfg, num_processes=processes, strategy=strategy, **again)
             _tell(f"{done!r}. Model: {done.model}", err=False)

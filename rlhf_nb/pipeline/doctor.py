@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from ..scale.cost import estimate
-from ..scale.plan import placement_table
+from ..scale.plan import check_placement, placement_table
 from ..scale.predict import named_gpu, plan_report
 from .stages import PipelineConfig, RLHFPipeline, make_base
 from ..console import tell
@@ -41,7 +41,7 @@ from ..types import Completions
 from ..models.places import resolve
 from ..run.lock import STALE, holder_of
 from ..run.log import RunDir, read_metrics
-from ..run.roles import ClusterTopology
+from ..run.roles import ClusterTopology, what_came_up
 from ..run.strategies import UNKNOWN, free_memory
 from ..scale.topology import Budget, DecoderShape, Job, Split, job_of, predict_memory, decoder_shape
 from ..train.entries import check_entries
@@ -60,9 +60,9 @@ from ..models.policy import dropout_left_out
 __all__ = ['Severity', 'LEVELS', 'BEARABLE', 'Finding', 'finding', 'findings_table', 'check_special_tokens', 'check_data',
            'check_model', 'check_sampling', 'check_precision', 'check_threads', 'check_speed', 'estimate_memory',
            'free_bytes', 'check_memory', 'check_cost', 'for_this_machine', 'completed', 'cost_here', 'planned_job',
-           'plan_for', 'placement_for', 'usual_lengths', 'check_saving', 'check_loading', 'check_prices',
-           'check_judgements', 'distance', 'check_distance', 'StageStart', 'load_start', 'some_rows', 'examine',
-           'check_run_folder', 'doctor']
+           'plan_for', 'placement_for', 'check_topology', 'usual_lengths', 'check_saving', 'check_loading',
+           'check_prices', 'check_judgements', 'distance', 'check_distance', 'StageStart', 'load_start', 'some_rows',
+           'examine', 'check_run_folder', 'doctor']
 
 # %% ../../nbs/pipeline/doctor.ipynb #3a0aab75
 Severity = Literal["error", "warning", "note", "ok"]
@@ -394,20 +394,22 @@ def planned_job(config: TextConfig) -> tuple[DecoderShape, Job, int]:
     Raises:
         ModelError: there is no such model.
     """
-    from transformers import AutoConfig
-
     half = torch.bfloat16
     job = job_of(config, Precision(torch.device("cuda"), half, torch.float32, half, False, "a GPU with bf16"))
     world = model_world(named(config.model))
     place = resolve(named(config.model), config.model.revision) if world is None else ""
     model = world.model().config if world and world.model else place
-    shape = decoder_shape(pretrained(AutoConfig, place) if place.endswith(".gguf") else model)
+    if place.endswith(".gguf"):
+        from transformers import AutoConfig
+
+        model = pretrained(AutoConfig, place)
+    shape = decoder_shape(model)
     return shape, job, getattr(config, "num_inner_epochs", 1)
 
 
 def plan_for(
     config: TextConfig, gpus: Sequence[int], on: str | None, memory: float | None, host: float | None, settings: str,
-    price: float | None = None,
+    price: float | None = None, hazards: Any = None,
 ) -> str:  # fmt: skip
     """What fits on GPUs and how long a step takes there (`scale.predict.plan_report`), for the model of a config.
 
@@ -419,6 +421,7 @@ def plan_for(
         host: as in `scale.plan.plan`.
         settings: of the commands.
         price: of a GPU's hour.
+        hazards: failures, slow GPUs and lengths of answers (`scale.simulate.Hazards`); None: its defaults.
 
     Raises:
         ConfigError: a price without a kind of GPU, or no such kind.
@@ -427,13 +430,30 @@ def plan_for(
     if on is None and price is not None:
         raise ConfigError("--price needs seconds of a step, and these the kind of GPU: add --on h100, say.")
     shape, job, inner = planned_job(config)
-    gpu = None if on is None else named_gpu(on)
-    return plan_report(shape, job, gpus, gpu, memory, host, settings, price, inner)
+    gpu, steps = None if on is None else named_gpu(on), config.steps or 1000
+    told = plan_report(shape, job, gpus, gpu, memory, host, settings, price, inner, steps)
+    if gpu is None:
+        return told
+    from rlhf_nb.scale.simulate import search_report
+
+    return f"{told}\n\n{search_report(shape, job, gpus, gpu, memory, inner, hazards, steps, price)}"
 
 
 def placement_for(config: Any, topology: str | Path) -> str:
     """What each group of a topology file holds of a config's models (`scale.plan.placement_table`)."""
-    return placement_table(*planned_job(config)[:2], ClusterTopology.load(topology))
+    where = ClusterTopology.load(topology)
+    check_placement(config, where)
+    return placement_table(*planned_job(config)[:2], where)
+
+
+def check_topology(config: TrainConfig, topology: str | Path) -> list[Finding]:
+    """Whether a topology file can be carried out by processes that `launch` starts on this machine."""
+    out = list[Finding]()
+    with _found(out, "training would stop before its first step"):
+        where = ClusterTopology.load(topology)
+        check_placement(config, where)
+        where.check_came_up([what_came_up(decide_precision(config.device, config.precision))] * where.world)
+    return out
 
 
 def usual_lengths(rows: list[Row], tokenizer: Any, config: TextConfig) -> tuple[int, int]:

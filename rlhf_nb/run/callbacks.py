@@ -46,7 +46,7 @@ class Flags:
 
     def over_ranks(self, engine: Engine) -> Flags:
         """A wish of any rank is a wish of all."""
-        if engine.world_size == 1:
+        if engine.ranks.processes == 1:
             return self
         mine = {k: torch.tensor(float(getattr(self, k))) for k in ("stop", "save", "evaluate", "control")}
         wishes = {k: bool(float(total)) for k, total in engine.reduce_sum(mine).items()}

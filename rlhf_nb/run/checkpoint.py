@@ -322,7 +322,7 @@ def load_checkpoint(
             n: load_file(folder / f"{n}.safetensors") for n in stems if not _SHARD.fullmatch(n)
         }
         groups = sorted({match[1] for n in stems if (match := _SHARD.fullmatch(n))})
-        return tensors | {g: _Joined(folder, g, int(meta["world_size"])) for g in groups}, meta
+        return tensors | {g: _Joined(folder, g, int(meta.get("processes", meta["world_size"]))) for g in groups}, meta
     except (SafetensorError, OSError, ValueError, LookupError, TypeError) as error:
         raise CheckpointError(f"the checkpoint {folder} cannot be read: {error}; take an older one") from error
 

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from ..config import OptimizerConfig
-from ..core import CheckpointError, ConfigError, Precision, RunError, decide_precision, did_you_mean
+from ..core import CheckpointError, ConfigError, Precision, RunError, decide_precision
 from ..fast.linear import half_copies
 from ..fast.workers import Replicas, alone_if_small, draws_numbers, workers_for
 from .roles import Roles, join_roles
 from .strategies import connect
-from .strategy import Rates, Strategy, connect_plain, load_tensors, lr_factor
+from .strategy import Layout, Rates, Strategy, connect_plain, layout_of, load_tensors, lr_factor
 from ..scoring.packing import split_among
 from ..scoring.recompute import recomputing
 from ..scoring.scores import one_forward
@@ -43,9 +43,9 @@ def add_pairs(
 Terms = dict[str, tuple[LossSum, float]]  # a loss: each term as a sum with its statistics, and its weight
 
 # %% auto #0
-__all__ = ['BatchT', 'NumberT', 'Pairs', 'Terms', 'STRATEGIES', 'add_pairs', 'GradientWatch', 'asked_strategy', 'weigh',
-           'StopVote', 'Ranks', 'Blame', 'StepReport', 'roles_here', 'answers_only', 'placed', 'strategy_here',
-           'Engine', 'same_versions', 'engine_state', 'load_engine_state']
+__all__ = ['BatchT', 'NumberT', 'Pairs', 'Terms', 'add_pairs', 'GradientWatch', 'asked_strategy', 'weigh', 'StopVote', 'Ranks',
+           'Blame', 'StepReport', 'roles_here', 'answers_only', 'placed', 'strategy_here', 'Engine', 'same_versions',
+           'engine_state', 'load_engine_state']
 
 # %% ../../nbs/run/engine.ipynb #4350c478
 class GradientWatch:
@@ -78,11 +78,8 @@ class GradientWatch:
             hook.remove()
 
 # %% ../../nbs/run/engine.ipynb #0c0cfc34
-STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
-
-
 def asked_strategy(environment: Mapping[str, str] = os.environ) -> str:
-    """The strategy that the environment asks for: "single" or one of `STRATEGIES`.
+    """The strategy that the environment asks for: "single", or words for `layout_of`.
 
     Args:
         environment: of a process that `accelerate launch`, `torchrun` or neither started.
@@ -90,17 +87,19 @@ def asked_strategy(environment: Mapping[str, str] = os.environ) -> str:
     Raises:
         ConfigError: an unknown name, or variables that contradict each other.
     """
-    own = environment.get("RLHF_NB_STRATEGY", "").removesuffix("_offload")
+    own, base = environment.get("RLHF_NB_STRATEGY", "").replace("_offload", ""), ""
     on = {k: environment.get(k, "").lower() in ("1", "true", "yes") for k in _SWITCHES}
-    if own and own not in STRATEGIES:
-        hint = did_you_mean(own, STRATEGIES, f"There are: {', '.join(STRATEGIES)}.")
-        raise ConfigError(f"RLHF_NB_STRATEGY is {own!r}. {hint}")
+    if own:
+        try:
+            base = layout_of(own).base
+        except ConfigError as error:
+            raise ConfigError(f"RLHF_NB_STRATEGY is {own!r}: {error}") from error
     theirs = ""
     if on["ACCELERATE_USE_DEEPSPEED"]:
         theirs = f"zero{environment.get('ACCELERATE_DEEPSPEED_ZERO_STAGE', '2')}"
     elif on["ACCELERATE_USE_FSDP"]:
         theirs = "fsdp2"
-    if own and theirs and own != theirs:
+    if own and theirs and base != theirs:
         raise ConfigError(f"RLHF_NB_STRATEGY says {own!r} but accelerate's config says {theirs!r}: leave one out.")
     name = own or theirs or ("ddp" if int(environment.get("WORLD_SIZE", "1")) > 1 else "single")
     if name.startswith("zero") and on["ACCELERATE_USE_CPU"]:
@@ -183,34 +182,46 @@ class Ranks:
     def __init__(self, strategy: Strategy) -> None:
         self.strategy, self.accelerator, self.device = strategy, strategy.accelerator, strategy.device
         self.rank, self.world_size = strategy.rank, strategy.world
+        self.process, self.processes, self.inner = strategy.process, strategy.processes, strategy.layout.inner
+        self.speaks = self.process % self.inner == 0  # for all processes that hold the same rows
         self._votes = 0
 
     def reduce_sum(self, local: dict[str, Tensor]) -> dict[str, Tensor]:
         """Scalars summed over ranks, all in one message (every rank passes the same keys)."""
-        if self.world_size == 1 or not local:
+        if self.processes == 1 or not local:
             return local
         keys = sorted(local)
         total = torch.stack([sent(local[k].detach().double(), self.device) for k in keys])
-        torch.distributed.all_reduce(total)
+        torch.distributed.all_reduce(total if self.speaks else total.zero_())
         found = dict(zip(keys, total.unbind()))
         return {k: found[k] for k in local}  # in the order that was given, as with one process
 
     def gather(self, x: Tensor) -> Tensor:
         """The rows of all ranks, one rank after the other (equally many on each)."""
-        return x if self.world_size == 1 else self.accelerator.gather(x)  # type: ignore[no-any-return]
+        if self.processes == 1:
+            return x
+        rows: Tensor = self.accelerator.gather(x)
+        return rows if self.inner == 1 else rows.view(self.processes, *x.shape)[:: self.inner].flatten(0, 1)
 
     def vote(self) -> StopVote:
         """Whether all ranks stop at once in the place that begins here; every rank passes the same places."""
         self._votes += 1
-        return StopVote(f"rlhf_nb/stop/{self._votes}", self.rank, self.world_size)
+        return StopVote(f"rlhf_nb/stop/{self._votes}", self.process, self.processes)
 
     def gather_object(self, x: Any) -> list[Any]:
         """Any object of every rank, in rank order."""
-        if self.world_size == 1:
-            return [x]
-        out: list[Any] = [None] * self.world_size
-        torch.distributed.all_gather_object(out, x)
+        return self.everyone(x)[:: self.inner]
+
+    def everyone(self, x: Any) -> list[Any]:
+        """Any object of every process, those with the same rows included."""
+        out: list[Any] = [x] * self.processes
+        if self.processes > 1:
+            torch.distributed.all_gather_object(out, x)
         return out
+
+    def agree(self, x: Any) -> Any:
+        """What the first of the processes with the same rows has: a judge may have told each of them something else."""
+        return x if self.inner == 1 else self.gather_object(x)[self.rank]
 
     def gather_rows(self, batch: BatchT, unit: int = 1, pad_id: int = 0) -> BatchT:
         """The rows of all ranks as one batch, in the order that one process would have them in.
@@ -276,7 +287,7 @@ class Ranks:
 
     def behind(self, forwards: int) -> int:
         """How many forwards another rank makes more than this one, where that must not be; else 0."""
-        if self.world_size == 1 or not self.strategy.lockstep:
+        if self.processes == 1 or not self.strategy.lockstep:
             return 0
         most = torch.full((), forwards, device=self.device)
         torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
@@ -284,7 +295,7 @@ class Ranks:
 
     def barrier(self) -> None:
         """Wait for all ranks."""
-        if self.world_size > 1:
+        if self.processes > 1:
             self.accelerator.wait_for_everyone()
 
 # %% ../../nbs/run/engine.ipynb #5bb64704
@@ -307,11 +318,11 @@ class Blame:
             loss: this rank's, if there is one.
             here: what this rank knows of it.
         """
-        if self.ranks.world_size == 1:
+        if self.ranks.processes == 1:
             return here
         bad = self._watch.found() if self._watch is not None else ""
         self._watch = self._watch or GradientWatch(module)
-        reports = self.ranks.gather_object((loss is None or math.isfinite(float(loss)), bad))
+        reports = self.ranks.everyone((loss is None or math.isfinite(float(loss)), bad))
         for rank, (sound, name) in enumerate(reports):
             if name:
                 return f"the first gradient that is not finite arose on rank {rank}, of {name}"
@@ -370,14 +381,16 @@ def strategy_here(precision: Precision) -> Strategy:
             )
         if roles.frozen or len(roles.learners) == 1:
             alone = Strategy(precision.device)
-            alone.name, alone.rank = "single", roles.rank  # a rank that only answers is never the first
+            alone.name = "single"
+            alone.rank = alone.process = roles.rank  # a rank that only answers is never the first
             return alone
-    if asked not in ("single", "ddp"):
+    layout = Layout("single") if asked == "single" else layout_of(asked, int(os.environ.get("WORLD_SIZE", "1")))
+    if layout.base not in ("single", "ddp"):
         return connect(asked, precision)
-    accelerator = connect_plain(precision.device) if asked == "ddp" else None
+    accelerator = connect_plain(precision.device) if layout.base == "ddp" else None
     device = accelerator.device if accelerator else precision.device
     scaler = torch.amp.GradScaler(device.type) if precision.grad_scaler else None  # type: ignore[attr-defined]
-    strategy = Strategy(device, accelerator, scaler)
+    strategy = Strategy(device, accelerator, scaler, layout)
     strategy.name = asked
     return strategy
 
@@ -399,14 +412,14 @@ class Engine:
         if self.device.type == "cuda" and torch.cuda.is_available():
             torch.cuda.set_device(self.device)  # for what asks for no device by name: messages, statistics, kernels
         self.rank, self.world_size = self.ranks.rank, self.ranks.world_size
-        self.is_main = self.rank == 0
-        if self.world_size > 1:
+        self.is_main = self.ranks.process == 0
+        if self.ranks.processes > 1:
             same_versions()
         ranks = self.ranks  # its words, as the engine's own
         self.reduce_sum, self.sum_pairs, self.mean_of = ranks.reduce_sum, ranks.sum_pairs, ranks.mean_of
         self.gather, self.gather_object, self.gather_rows = ranks.gather, ranks.gather_object, ranks.gather_rows
         self.in_turn, self.repeats, self.share = ranks.in_turn, ranks.repeats, ranks.share
-        self.behind, self.barrier, self.vote = ranks.behind, ranks.barrier, ranks.vote
+        self.behind, self.barrier, self.vote, self.agree = ranks.behind, ranks.barrier, ranks.vote, ranks.agree
         self.module: nn.Module | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self.settings: OptimizerConfig | None = None
@@ -585,8 +598,8 @@ class Engine:
         wide = torch.float32 if self.device.type == "mps" else torch.float64
         parts = [x.detach().reshape(-1).to(self.device, wide) for x in (loss, sums) if x is not None]
         vector = torch.cat(parts) if parts else torch.zeros(0, device=self.device, dtype=wide)
-        if self.world_size > 1 and vector.numel():
-            torch.distributed.all_reduce(vector)
+        if self.ranks.processes > 1 and vector.numel():
+            torch.distributed.all_reduce(vector if self.ranks.speaks else vector.zero_())
         norm, values, applied = self.strategy.step(vector, loss is not None)
         total = values.pop(0) if loss is not None else 0.0
         problem = ""
@@ -643,7 +656,7 @@ def engine_state(engine: Engine) -> tuple[dict[str, dict[str, Tensor]], dict[str
     model: dict[str, Tensor] = {}
     averages: dict[str, Tensor] = {}
     slices: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}}
-    alone = engine.world_size == 1 and strategy.name == "single"
+    alone = strategy.name == "single"
     for shard in strategy.shards():
         cut: Callable[[Tensor], Tensor] = (lambda x: x) if alone else shard.cut
         place = (list(shard.shape), shard.start)
@@ -660,7 +673,7 @@ def engine_state(engine: Engine) -> tuple[dict[str, dict[str, Tensor]], dict[str
         model |= dict(module.named_buffers())
     meta: dict[str, Any] = {"frozen": strategy.fingerprint(), "strategy": strategy.name, "optimizer": settings.name}
     meta["precision"] = engine.precision.mixed_precision
-    meta |= {"slices": slices} if engine.world_size > 1 else {}
+    meta |= {"slices": slices} if engine.ranks.processes > 1 else {}
     meta |= {"scaler": engine.scaler.state_dict()} if engine.scaler else {}
     return {"model": model, "optimizer": averages}, meta
 

@@ -173,7 +173,7 @@ class BaseMethod(ABC):
         """Operations that the updates on `data` must make (`run.flops`); 0 where rows hold no tokens."""
         if self.costs is None or not isinstance(data, Batch):
             return 0.0
-        ranks = self.engine.world_size if self.gathers else 1
+        ranks = self.engine.ranks.inner * (self.engine.world_size if self.gathers else 1)
         return self.costs.learning(data.lengths()) * self.config.num_inner_epochs / ranks
 
     def cost(self, micro: Any) -> float:
@@ -499,7 +499,7 @@ class Trainer:
         self.started = self.exhausted = False
         self.failure: RunError | None = None
         self.step_start, self.boundary = StepStart(self), Boundary(self)
-        self.history, self.log, self.meter = History(), EventLog(None, self.engine.rank), method.meter
+        self.history, self.log, self.meter = History(), EventLog(None, self.engine.ranks.process), method.meter
         if self.engine.roles is not None:
             self.meter.further = self.engine.roles.wire.report
         self.control, self.saves, self.ending = RunControl(self), Saves(config, epoch=epoch), threading.Event()
@@ -573,7 +573,7 @@ class Trainer:
     def collect(self, batch: Any) -> Any:
         """What this step learns from, made without gradient."""
         with self.step_start.kept(), self.meter.time("collect"), self.engine.inference():
-            data = self.method.collect(batch, self.step)
+            data = self.engine.agree(self.method.collect(batch, self.step))
         self.meter.add(self.method.tokens(data), self.method.flops(data))
         return data
 

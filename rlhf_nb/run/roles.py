@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import lru_cache, partial
@@ -29,8 +29,8 @@ from ..strict import table_of
 from ..types import Completions
 
 # %% auto #0
-__all__ = ['PLACED_ROLES', 'ClusterNode', 'ClusterLink', 'ClusterTopology', 'Waiting', 'Wire', 'RemoteModel', 'Roles',
-           'join_roles']
+__all__ = ['PLACED_ROLES', 'ClusterNode', 'ClusterLink', 'ClusterTopology', 'what_came_up', 'Waiting', 'Wire', 'RemoteModel',
+           'Roles', 'join_roles']
 
 # %% ../../nbs/run/roles.ipynb #5b330005
 PLACED_ROLES = ("actor", "critic", "reference", "reward")
@@ -49,6 +49,7 @@ class ClusterNode(StrictConfig):
     name: str = option("node", "what links call it", min_length=1)
     host: str | None = option(None, "its host name, compared with the one that comes up; null: any")
     devices: int = option(1, "processes on it, one for each device", ge=1)
+    hardware: str | None = option(None, "compared with what comes up: cpu, or a part of a GPU's name; null: any")
 
 
 class ClusterLink(StrictConfig):
@@ -113,6 +114,31 @@ class ClusterTopology(StrictConfig):
         if self.ranks("reward") not in ([], self.ranks("actor")):
             raise ConfigError(_said("rewards", ranks=self.ranks("reward")))
 
+    def check_came_up(self, told: Sequence[Mapping[str, str]]) -> None:
+        """Compare what came up with the file.
+
+        Args:
+            told: of each rank its host, hardware and number format (`what_came_up`).
+
+        Raises:
+            ConfigError: another machine, other hardware, or formats that differ between ranks.
+        """
+        for rank, found in enumerate(told):
+            node = self.node_of(rank)
+            words = {"rank": rank, "name": node.name, "first": told[0]["format"], "other": found["format"]}
+            if node.host not in (None, found["host"]):
+                raise ConfigError(_said("host", here=found["host"], host=node.host, **words))
+            if node.hardware is not None and node.hardware.lower() not in found["hardware"].lower():
+                raise ConfigError(_said("hardware", here=found["hardware"], hardware=node.hardware, **words))
+            if found["format"] != told[0]["format"]:
+                raise ConfigError(_said("format", **words))
+
+    def check_formats(self, precision: str) -> None:
+        """Refuse kinds of hardware on which `precision` may be another number format each."""
+        kinds = {node.hardware.lower() for node in self.nodes if node.hardware}
+        if precision == "auto" and len(kinds) > 1:
+            raise ConfigError(_said("mixed", kinds=" and ".join(sorted(kinds))))
+
     def check_world(self, processes: int, path: object) -> None:
         """Refuse another number of processes than the file has devices."""
         if self.world != processes:
@@ -155,6 +181,13 @@ class ClusterTopology(StrictConfig):
         return self
 
 
+def what_came_up(precision: Precision) -> dict[str, str]:
+    """Host, hardware and number format of this process, for `ClusterTopology.check_came_up`."""
+    hardware = torch.cuda.get_device_name(precision.device) if precision.device.type == "cuda" else "cpu"
+    names = {"host": socket.gethostname(), "hardware": hardware}
+    return names | {"format": str(precision.compute_dtype).removeprefix("torch.")}
+
+
 def _written_out(ranks: int | str) -> range:
     """`2` or `"2-5"` as ranks."""
     found = _RANKS.fullmatch(str(ranks))
@@ -186,11 +219,13 @@ class Wire:
 
     def __init__(self, group: Any) -> None:
         self.group, self.messages, self.bytes, self.seconds, self.served = group, 0, 0, 0.0, 0.0
+        self._counting = threading.Lock()  # threads that ask at the same time
 
     def _count(self, *tensors: Tensor) -> None:
         """Note what crosses."""
-        self.messages += len(tensors)
-        self.bytes += sum(t.numel() * t.element_size() for t in tensors)
+        with self._counting:
+            self.messages += len(tensors)
+            self.bytes += sum(t.numel() * t.element_size() for t in tensors)
 
     def ask(self, peer: int, role: int, tensors: Sequence[Tensor], shape: Sequence[int], *numbers: float) -> Waiting:
         """Send a question; its answer, float32 of a shape, may arrive from now on.
@@ -222,9 +257,11 @@ class Wire:
         begun = time.monotonic()
         for work in asked.works:
             work.wait()
-        self.seconds += time.monotonic() - begun
         self._count(asked.header, asked.answer)
-        length, self.served = int(asked.header[1]), self.served + float(asked.header[2])
+        length = int(asked.header[1])
+        with self._counting:
+            self.seconds += time.monotonic() - begun
+            self.served += float(asked.header[2])
         if length:
             text = torch.zeros(length, dtype=torch.uint8)
             self.group.recv([text], peer, _TEXT).wait()
@@ -253,9 +290,10 @@ class Wire:
 
     def report(self) -> dict[str, float]:
         """What crossed since the last report, for the log."""
-        found = {"perf/transfers": float(self.messages), "perf/transfer_mb": self.bytes / 2**20}
-        found |= {"perf/transfer_s": self.seconds, "perf/roles_s": self.served}
-        self.messages, self.bytes, self.seconds, self.served = 0, 0, 0.0, 0.0
+        with self._counting:
+            found = {"perf/transfers": float(self.messages), "perf/transfer_mb": self.bytes / 2**20}
+            found |= {"perf/transfer_s": self.seconds, "perf/roles_s": self.served}
+            self.messages, self.bytes, self.seconds, self.served = 0, 0, 0.0, 0.0
         return found
 
 # %% ../../nbs/run/roles.ipynb #5b33000b
@@ -359,21 +397,14 @@ class Roles:
         """Compare what came up with the file, on all ranks.
 
         Raises:
-            ConfigError: a group without work, another machine, another number format.
+            ConfigError: a group without work, another machine, other hardware, another number format.
         """
         self.topology.check_used({*self.held, *self.remote})
         self.fits += 1
-        own = {"host": socket.gethostname(), "format": str(precision.compute_dtype).removeprefix("torch.")}
         keys = [f"roles/{self.fits}/{r}" for r in range(self.world)]
-        self.store.set(keys[self.rank], json.dumps(own))
+        self.store.set(keys[self.rank], json.dumps(what_came_up(precision)))
         self.store.wait(keys, _COME_UP)
-        told = [json.loads(self.store.get(key)) for key in keys]
-        for rank, found in enumerate(told):
-            node = self.topology.node_of(rank)
-            if node.host not in (None, found["host"]):
-                raise ConfigError(_said("host", rank=rank, here=found["host"], name=node.name, host=node.host))
-            if found["format"] != told[0]["format"]:
-                raise ConfigError(_said("format", rank=rank, first=told[0]["format"], other=found["format"]))
+        self.topology.check_came_up([json.loads(self.store.get(key)) for key in keys])
 
     @contextmanager
     def named(self, role: str, peer: int) -> Iterator[None]:

@@ -49,17 +49,19 @@ def run_state(run: Any) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
     tensors, engine_meta = engine_state(engine)
     method, tensors["method"] = split_state(run.method.state_dict())
     source, tensors["source"] = split_state(run.source.state_dict())
-    tensors[f"rng-{engine.rank}"] = rng_state()
+    if engine.ranks.speaks:
+        tensors[f"rng-{engine.rank}"] = rng_state()
     if not engine.is_main:
         del tensors["method"], tensors["source"]  # the same everywhere: rank 0 writes them
     meta = {
         "step": run.step, "updates": run.updates, "bad_in_a_row": run.bad_in_a_row, "name": run.method.name,
         "draws": run.method.draws,
         "engine": engine_meta, "method": method, "source": source, "world_size": engine.world_size,
+        "processes": engine.ranks.processes,
         "control": engine.gather_object(run.control.state_dict())[0], "best": run.saves.best,
         "observers": run.observers.state_dict(), "config": plain_json(run.config.to_dict()),
     }  # fmt: skip
-    if run.method.ahead is not None:
+    if run.method.ahead is not None and engine.ranks.speaks:
         ends = lambda: run.step_start.signals and run.step_start.signals.requested
         plain, ahead = split_state(run.method.ahead.state_dict(ends))  # each rank's own, all of it in one file, hashed
         ahead["plain"] = torch.frombuffer(bytearray(json.dumps(plain).encode()), dtype=torch.uint8)
@@ -129,7 +131,7 @@ def checkpoint_job(run: Any, failed: bool = False) -> Callable[[], None]:
     slices, part = meta["engine"].pop("slices", None), None
     if slices is not None:  # several processes: each writes a part, under a name that all agree on
         token = engine.gather_object(f"{os.getpid()}-{time.time_ns()}")[0]
-        part = Part(engine.rank, engine.world_size, token, slices)
+        part = Part(engine.ranks.process, engine.ranks.processes, token, slices)
 
     def job() -> None:
         for path in (run_dir.metrics_path, run_dir.samples_path) if engine.is_main else ():
@@ -271,7 +273,7 @@ def open_run(run: Any, resume: bool = False, overwrite: bool = False) -> None:
         anew = resume and newest is None
         changes = run_dir.open(run.config.to_dict(), resume and not anew, overwrite or anew)
     folder, problems = engine.gather_object((newest, problems))[0]  # what rank 0 has checked is what all read
-    run.log = EventLog(run_dir.metrics_path, engine.rank)
+    run.log = EventLog(run_dir.metrics_path, engine.ranks.process)
     if folder is None:
         _begin(run)
         return
@@ -349,11 +351,11 @@ def _begin(run: Any) -> None:
     engine, seed = run.engine, run.config.seed
     if run.step == 0:
         run.history = History(log=run.run_dir.metrics_path)
-        seed_everything(seed if engine.is_main else derive_seed(seed, "rank", engine.rank))
+        seed_everything(seed if engine.rank == 0 else derive_seed(seed, "rank", engine.rank))
     mixed = {"sources": run.source.described} if hasattr(run.source, "described") else {}
     run.event(
         "start", checked=_check(run), lr=run.config.optimizer.lr, method=run.method.name,
-        total_steps=run.total_steps, world_size=engine.world_size,
+        total_steps=run.total_steps, world_size=engine.ranks.processes,
         precision=engine.precision.reason, format=FORMAT, controls=run.control.describe(), machine=machine_here(),
         begun_in=os.getcwd(), **mixed,
     )  # fmt: skip

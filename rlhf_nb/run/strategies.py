@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from ..config import OptimizerConfig
 from ..core import ConfigError, Precision, RunError
 from rlhf_nb.run.strategy import (
-    Rates, Shard, Strategy, build_optimizer, clip_by, connect_plain, frozen_fingerprint, global_norm,
+    ONE, Layout, Rates, Shard, Strategy, build_optimizer, clip_by, connect_plain, frozen_fingerprint, global_norm,
+    layout_of,
 )  # fmt: skip
 
 _log = logging.getLogger("rlhf_nb.run.strategies")
@@ -266,8 +267,8 @@ class SharedOut(Strategy, ABC):
                 "optimizer.name=adamw, or strategy ddp."
             )
 
-    def __init__(self, accelerator: Any) -> None:
-        super().__init__(accelerator.device, accelerator)
+    def __init__(self, accelerator: Any, layout: Layout = ONE) -> None:
+        super().__init__(accelerator.device, accelerator, layout=layout)
         self.frozen, self.frozen_models, self._inside = "", list[FrozenShards](), False
 
     def fingerprint(self) -> str:
@@ -276,8 +277,8 @@ class SharedOut(Strategy, ABC):
 
     def keep_frozen(self, module: nn.Module) -> None:
         """Share the weights of a frozen model out over ranks, where the trained ones are too."""
-        if self.cuts_weights and self.world > 1:
-            self.frozen_models.append(FrozenShards(module, self.device, self.rank, self.world))
+        if self.cuts_weights and self.processes > 1:
+            self.frozen_models.append(FrozenShards(module, self.device, self.process, self.processes))
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -492,10 +493,21 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
     return [b for b in blocks if not any(inner in blocks for inner in b.modules() if inner is not b)]
 
 
-def _local(x: Tensor) -> Tensor:
+def _local(x: Any) -> Tensor:
     """This rank's part of a sharded tensor; other tensors as they are."""
     part: Tensor = x.to_local() if hasattr(x, "to_local") else x
     return part
+
+
+def _everything(x: Any) -> Tensor:
+    """The whole of a sharded tensor; every rank asks for it at the same time."""
+    whole: Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x
+    return whole
+
+
+def _sharers(x: Any) -> int:
+    """Among how many processes a tensor's numbers are shared out."""
+    return math.prod(x.device_mesh.size(i) for i, kind in enumerate(x.placements) if not kind.is_replicate())
 
 # %% ../../nbs/run/strategies.ipynb #4cb080a5
 class Sharded(SharedOut):
@@ -503,13 +515,13 @@ class Sharded(SharedOut):
 
     Args:
         device: of this rank.
+        layout: of the processes; each of its `replicas` shares the weights out among its own (HSDP).
     """
 
-    name = "fsdp2"
     lockstep = True
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(connect_plain(device))
+    def __init__(self, device: torch.device, layout: Layout = ONE) -> None:
+        super().__init__(connect_plain(device), layout)
 
     def optimize(
         self, module: nn.Module, settings: OptimizerConfig, rates: Rates | None = None
@@ -522,7 +534,9 @@ class Sharded(SharedOut):
         check_insides(module, _MODULE, "torch")
         build_optimizer(module, settings, rates)  # half-precision trainables become float32 before they are split
         self.module, self.clip, self.frozen = module, settings.max_grad_norm, frozen_fingerprint(module)
-        mesh = init_device_mesh(self.device.type, (self.world,))
+        copies, names = self.layout.replicas, ("replicate", "shard")
+        grid = init_device_mesh(self.device.type, (copies, self.processes // copies), mesh_dim_names=names)
+        mesh = grid if copies > 1 else grid["shard"]
         for block in blocks_of(module):
             fully_shard(block, mesh=mesh)
         fully_shard(module, mesh=mesh)
@@ -545,8 +559,10 @@ class Sharded(SharedOut):
 
     def step(self, vector: Tensor, guarded: bool) -> tuple[float, list[float], bool]:
         """Clip and update, unless something is not finite; see `Strategy.step`."""
-        grads = [_local(p.grad) for p in self.module.parameters() if p.requires_grad and p.grad is not None]
-        square = global_norm(grads).reshape(1).to(vector).square()
+        shared = [p.grad for p in self.module.parameters() if p.requires_grad and p.grad is not None]
+        grads, copies = [_local(g) for g in shared], [self.processes // _sharers(g) for g in shared]
+        alike = [global_norm([g for g, m in zip(grads, copies) if m == n]).square() / n for n in {*copies}]
+        square = torch.stack(alike or [torch.zeros((), device=self.device)]).sum().reshape(1).to(vector)
         torch.distributed.all_reduce(square)
         norm, *values = torch.cat([square.sqrt(), vector]).tolist()
         applied = math.isfinite(norm) and (not guarded or math.isfinite(values[0]))
@@ -580,20 +596,29 @@ class Sharded(SharedOut):
                 m.reshard()
 
     def shards(self, restoring: bool = False) -> Iterator[Shard]:
-        """This rank's rows of every trained parameter."""
+        """This rank's rows of every trained parameter; where others have the same numbers, or parts of rows,
+        each writes an even share of the gathered tensor.
+        """
+        if not restoring and self.layout.replicas * self.layout.inner > 1:
+            for shard in super().shards():
+                yield shard._replace(cut=lambda x, cut=shard.cut: cut(_everything(x)))  # type: ignore[misc]
+            return
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as place
+
         for name, p in self.module.named_parameters():
             if p.requires_grad:
-                rows = -(-p.shape[0] // self.world)
-                start = int(min(rows * self.rank, p.shape[0]) * (p.numel() // max(1, p.shape[0])))
-                cut: Callable[[Tensor], Tensor] = lambda x: _local(x).reshape(-1)
-                yield Shard(name, tuple(p.shape), start, p.data, self.optimizer.state[p], cut)
+                part: Any = p
+                size, at = place(p.shape, part.device_mesh, part.placements)
+                block = tuple(slice(a, a + n) for a, n in zip(at, size, strict=True))
+                start, cut = at[0] * (p.numel() // max(1, p.shape[0])), lambda x: _local(x).reshape(-1)
+                yield Shard(name, tuple(p.shape), start, p.data, self.optimizer.state[p], cut, block)
 
 # %% ../../nbs/run/strategies.ipynb #643019a6
 def connect(name: str, precision: Precision) -> Strategy:
     """The strategy of a name, connected to the other ranks.
 
     Args:
-        name: "zero1", "zero2", "zero3" or "fsdp2".
+        name: in words of `layout_of`, such as "zero3" or "fsdp2+rep2".
         precision: of the run.
 
     Raises:
@@ -604,8 +629,11 @@ def connect(name: str, precision: Precision) -> Strategy:
             f"fp16 needs loss scaling, which is not built for {name}: use precision=fp32 (or bf16 where the device has "
             "it), or strategy ddp"
         )
-    if name == "fsdp2":
-        return Sharded(precision.device)
+    layout = layout_of(name, int(os.environ.get("WORLD_SIZE", "1")))
+    if layout.base == "fsdp2":
+        strategy = Sharded(precision.device, layout)
+        strategy.name = name
+        return strategy
     if find_spec("deepspeed") is None:
         raise RunError(
             f"{name} needs DeepSpeed, which is not installed: pip install 'deepspeed>=0.17,<0.20' (the extra "

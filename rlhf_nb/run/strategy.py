@@ -8,6 +8,7 @@ import gc
 import hashlib
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,13 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from ..config import OptimizerConfig
-from ..core import CheckpointError, ConfigError, ModelError, RunError
+from ..core import CheckpointError, ConfigError, ModelError, RunError, did_you_mean
 from ..fast.linear import gradients_in_place
 
 # %% auto #0
-__all__ = ['Rates', 'lr_factor', 'build_optimizer', 'Together', 'global_norm', 'nonfinite_parameter', 'trained_tensors',
-           'check_names', 'load_tensors', 'frozen_fingerprint', 'part_at_exit', 'Shard', 'Strategy', 'like_parameter',
-           'clip_by', 'states_by_name', 'connect_plain']
+__all__ = ['Rates', 'STRATEGIES', 'ONE', 'lr_factor', 'build_optimizer', 'Together', 'global_norm', 'nonfinite_parameter',
+           'trained_tensors', 'check_names', 'load_tensors', 'frozen_fingerprint', 'Layout', 'layout_of',
+           'part_at_exit', 'Shard', 'Strategy', 'like_parameter', 'clip_by', 'states_by_name', 'connect_plain']
 
 # %% ../../nbs/run/strategy.ipynb #b2644e4b
 def lr_factor(
@@ -261,6 +262,63 @@ def frozen_fingerprint(module: nn.Module) -> str:
             digest.update(f"{name}{tuple(p.shape)}".encode() + picked.cpu().numpy().tobytes())
     return digest.hexdigest()[:16] if some else ""
 
+# %% ../../nbs/run/strategy.ipynb #7a1d0001
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
+_DEGREES = {"tp": "tensor", "cp": "context", "rep": "replicas"}
+
+
+class Layout(NamedTuple):
+    """How the processes of a run are laid out."""
+
+    base: str  # one of `STRATEGIES`, or one process ("single")
+    tensor: int = 1  # processes that compute each layer together
+    context: int = 1  # processes that share out the tokens of each row
+    replicas: int = 1  # copies of the weights, each shared out over processes of its own
+
+    @property
+    def inner(self) -> int:
+        """Processes with the same rows: neighbours by number."""
+        return self.tensor * self.context
+
+
+ONE = Layout("single")
+
+
+def layout_of(text: str, processes: int | None = None) -> Layout:
+    """A strategy in words, such as "zero3_offload" or "fsdp2+tp2+rep2".
+
+    Args:
+        text: one of `STRATEGIES` (a ZeRO also with "_offload"), then parts with their numbers: tp, cp, rep.
+        processes: that will run; None: not known yet.
+
+    Raises:
+        ConfigError: an unknown word, a part that doesn't go with the base, or numbers that don't divide `processes`.
+    """
+    base, *parts = text.split("+")
+    name, degrees = base.removesuffix("_offload"), dict[str, int]()
+    if name not in STRATEGIES or (base != name and not name.startswith("zero")):
+        known = [*STRATEGIES, "zero2_offload", "zero3_offload"]
+        hint = did_you_mean(base, known, f"There are: {', '.join(STRATEGIES)}.")
+        raise ConfigError(f"strategy {text!r} doesn't exist. {hint}")
+    for part in parts:
+        word = part.rstrip("0123456789")
+        kind, number = _DEGREES.get(word, ""), int(part[len(word) :][:6] or 0)
+        if not kind or not number:
+            hint = "Behind a + comes tp, cp or rep with a number, as in fsdp2+tp2."
+            hint = hint if kind else did_you_mean(word, _DEGREES, hint)
+            raise ConfigError(f"strategy {text!r} has the part {part!r}. {hint}")
+        if kind in degrees:
+            raise ConfigError(f"strategy {text!r} has {word} twice: leave one out.")
+        if base not in (able := ("fsdp2", "ddp") if word == "cp" else ("fsdp2",)):
+            raise ConfigError(f"strategy {text!r}: {word} is not built for {base}; use {able[0]}+{part}.")
+        degrees[kind] = number
+    layout = Layout(base, **degrees)
+    if layout.tensor > 1 and layout.context > 1:
+        raise ConfigError(f"strategy {text!r} asks for tp and cp in one run, which is not built: leave one out.")
+    if processes is not None and processes % (unit := layout.inner * layout.replicas):
+        raise ConfigError(f"strategy {text!r} needs a multiple of {unit} processes, and there are {processes}.")
+    return layout
+
 # %% ../../nbs/run/strategy.ipynb #5150e817
 @lru_cache(1)
 def part_at_exit() -> None:
@@ -286,6 +344,7 @@ class Shard(NamedTuple):
     tensor: Tensor  # that holds the part
     states: dict[str, Tensor]  # the optimizer's, laid out like `tensor`, and its counter; empty before the first update
     cut: Callable[[Tensor], Tensor]  # the part of `tensor` or of a state; writing into it writes into what is trained
+    block: tuple[slice, ...] | None = None  # where it lies in the whole, if it is no run of the flattened numbers
 
 # %% ../../nbs/run/strategy.ipynb #69967930
 class Strategy:
@@ -295,15 +354,17 @@ class Strategy:
         device: of this rank.
         accelerator: connects the ranks; None with one process.
         scaler: of fp16's loss.
+        layout: of the processes.
     """
 
     name = "ddp"
     lockstep = False  # whether ranks exchange weights in every forward, so that all must make equally many
 
-    def __init__(self, device: torch.device, accelerator: Any = None, scaler: Any = None) -> None:
-        self.device, self.accelerator, self.scaler = device, accelerator, scaler
-        self.rank: int = accelerator.process_index if accelerator else 0
-        self.world: int = accelerator.num_processes if accelerator else 1
+    def __init__(self, device: torch.device, accelerator: Any = None, scaler: Any = None, layout: Layout = ONE) -> None:
+        self.device, self.accelerator, self.scaler, self.layout = device, accelerator, scaler, layout
+        self.process: int = accelerator.process_index if accelerator else 0
+        self.processes: int = accelerator.num_processes if accelerator else 1
+        self.rank, self.world = self.process // layout.inner, self.processes // layout.inner  # as to rows and draws
         if accelerator is not None:
             part_at_exit()
         self.module: nn.Module
@@ -397,8 +458,8 @@ class Strategy:
         """
         for name, p in self.module.named_parameters():
             if p.requires_grad:
-                share = -(-p.numel() // self.world)
-                start, stop = (min(r * share, p.numel()) for r in (self.rank, self.rank + 1))
+                share = -(-p.numel() // self.processes)
+                start, stop = (min(r * share, p.numel()) for r in (self.process, self.process + 1))
                 cut: Callable[[Tensor], Tensor] = lambda x, a=start, b=stop: x.reshape(-1)[a:b]  # type: ignore[misc]
                 start, cut = (0, lambda x: x) if restoring else (start, cut)
                 yield Shard(name, tuple(p.shape), start, p.data, self.optimizer.state[p], cut)
@@ -414,8 +475,10 @@ class Strategy:
         kept = states_by_name(averages)
         for shard in self.shards(restoring=True):
 
-            def put(into: Tensor, whole: Tensor, start: int = shard.start) -> None:
-                into.copy_(whole.reshape(-1)[start : start + into.numel()].view(into.shape))
+            def put(into: Tensor, whole: Tensor, shard: Shard = shard) -> None:
+                run = slice(shard.start, shard.start + into.numel())
+                own = whole.reshape(-1)[run] if shard.block is None else whole.reshape(shard.shape)[shard.block]
+                into.copy_(own.reshape(into.shape))
 
             put(shard.cut(shard.tensor), model[shard.name])
             device = shard.tensor.device

@@ -62,7 +62,7 @@ def _checked(command: Sequence[str], output_dir: str, nodes: int, gpus: int, str
         raise ConfigError(f"the command is {command!r}: give the words behind rlhf-nb as a list: ['ppo', ...].")
     if nodes < 1 or gpus < 1:
         raise ConfigError(f"nodes is {nodes} and GPUs per node {gpus}: at least one of each is needed.")
-    accelerate_settings(gpus, strategy, cpu=False)  # refuses one that doesn't exist
+    accelerate_settings(nodes * gpus, strategy, cpu=False)  # refuses one that can't be
     if not _NAME.fullmatch(name):
         raise ConfigError(f"the job's name is {name!r}: use up to 50 small letters and digits, with '-' between them.")
     if not output_dir.strip():

@@ -28,13 +28,13 @@ from pydantic import field_validator, model_validator
 
 from ..config import StrictConfig
 from ..train.method import TextConfig
-from ..core import ConfigError, RlhfError, RunError, did_you_mean
+from ..core import ConfigError, RlhfError, RunError, decide_precision
 from ..files import open_regular
 from ..run.checkpoint import checkpoints_in
-from ..run.engine import STRATEGIES
+from ..run.strategy import layout_of
 from ..run.lock import RunLock, birth
 from ..run.log import RunDir, read_metrics
-from ..run.roles import ClusterTopology
+from ..run.roles import ClusterTopology, what_came_up
 from ..run.state import to_resume_from
 from .live import Live
 from ..train.registry import MethodInfo, add_method, of
@@ -53,19 +53,16 @@ def accelerate_settings(
 
     Args:
         num_processes: on all machines together.
-        strategy: "ddp", "zero1", "zero2", "zero3" or "fsdp2"; the ZeROs also with "_offload".
+        strategy: in words of `run.strategy.layout_of`: "ddp", "zero3_offload", "fsdp2+tp2".
         cpu: whether ranks compute on CPUs.
         machines, machine: how many, and which this one is.
         address, port: where the first machine is; port 0 lets one machine choose.
 
     Raises:
-        ConfigError: an unknown strategy.
+        ConfigError: an unknown strategy, or one for another number of processes.
     """
+    strategy = layout_of(strategy, num_processes).base
     name = strategy.removesuffix("_offload")
-    if name not in STRATEGIES or (strategy != name and not name.startswith("zero")):
-        known = [*STRATEGIES, "zero2_offload", "zero3_offload"]
-        hint = did_you_mean(strategy, known, f"There are: {', '.join(STRATEGIES)}.")
-        raise ConfigError(f"strategy {strategy!r} doesn't exist. {hint}")
     settings: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU", "mixed_precision": "no",
         "use_cpu": False, "num_processes": num_processes, "num_machines": machines, "machine_rank": machine,
@@ -421,7 +418,9 @@ class Launched(NamedTuple):
         return f"Launched: {len(self.history)} steps{loss}{tried}, in {self.run_dir.name}"
 
 # %% ../../nbs/scale/launch.ipynb #973ddf89
-def check_launch(num_processes: int, strategy: str, cpu: bool, port: int = 0, here: int | None = None) -> None:
+def check_launch(
+    num_processes: int, strategy: str, cpu: bool, port: int = 0, here: int | None = None, machines: int = 1
+) -> None:
     """Refuse what cannot work, before anything is started.
 
     Args:
@@ -430,11 +429,12 @@ def check_launch(num_processes: int, strategy: str, cpu: bool, port: int = 0, he
         cpu: whether ranks compute on CPUs.
         port: 0, or one that must be free.
         here: devices of this machine; None looks.
+        machines: that run as many.
 
     Raises:
         ConfigError: more processes than devices, a missing package, a port in use.
     """
-    accelerate_settings(num_processes, strategy, cpu)
+    layout_of(strategy, num_processes * machines)
     devices = (torch.cuda.device_count() if here is None else here) if not cpu else 0
     if num_processes < 1 or (not cpu and num_processes > devices):
         raise ConfigError(
@@ -504,7 +504,7 @@ def launch(
             in a notebook will do.
         num_processes: on all machines together.
         strategy: "ddp", "zero1", "zero2", "zero3" or "fsdp2"; the ZeROs also with "_offload" (main memory holds the
-            optimizer).
+            optimizer), the others with parts (`run.strategy.layout_of`).
         run_dir: folder of the run; of a config, its `output_dir`.
         device: "auto", "cpu" or "cuda".
         resume: go on from the newest complete checkpoint.
@@ -530,7 +530,7 @@ def launch(
         config = config.replace(output_dir=str(run_dir))
     cpu = device == "cpu" or getattr(config, "device", device) == "cpu" or not torch.cuda.is_available()
     check_machines(num_processes, machines, machine, address, port)
-    check_launch(num_processes // machines, strategy, cpu, port if machine == 0 else 0)
+    check_launch(num_processes // machines, strategy, cpu, port if machine == 0 else 0, machines=machines)
     call = _call(config, num_processes, kwargs) if config is not None else {"fn": what, "args": args, "kwargs": kwargs}
     run = RunDir(run_dir or getattr(config, "output_dir", None) or "runs/launch")
     folder = run.path / ("launch" if machines == 1 else f"launch-{machine}")
@@ -544,7 +544,11 @@ def launch(
     command = [sys.executable, "-m", *agent, "-m", "rlhf_nb.scale.launch", str(folder)]
     env, told = _environment(folder.absolute(), strategy, cpu, zero), say or (lambda _: None)
     if topology is not None:
-        ClusterTopology.load(topology).check_world(num_processes, topology)
+        where = ClusterTopology.load(topology)
+        where.check_world(num_processes, topology)
+        if machines == 1:
+            here = what_came_up(decide_precision("cpu" if cpu else "cuda", "fp32"))
+            where.check_came_up([here] * num_processes)
         env["RLHF_NB_TOPOLOGY"] = str(Path(topology).absolute())
     told(f"{num_processes} processes ({strategy}) begin; what they print is in {folder / 'out.txt'}")
     own = machine == 0 and not run.holds_run()

@@ -8,18 +8,20 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
-from ..core import ConfigError
+import torch
+
+from ..core import ConfigError, Precision
 from ..run.roles import ClusterTopology
 from ..strict import table_of
 from ..train.registry import Held
 from rlhf_nb.scale.topology import (
-    Budget, Job, DecoderShape, Split, forward_rows, head_memory, layer_activations, predict_memory, roles_of,
-    row_tokens, decoder_shape,
+    Budget, Job, DecoderShape, Split, forward_rows, head_memory, layer_activations, job_of, predict_memory,
+    roles_of, row_tokens, decoder_shape,
 )  # fmt: skip
 
 # %% auto #0
 __all__ = ['USABLE', 'MACHINE', 'ASSUMPTIONS', 'Plan', 'plan', 'smallest_group', 'sent_per_step', 'plans', 'plan_table',
-           'placement_table']
+           'check_placement', 'placement_table']
 
 # %% ../../nbs/scale/plan.ipynb #a587bfae
 USABLE = 0.9
@@ -157,7 +159,12 @@ def _too_large(shape: DecoderShape, job: Job, gpus: int, memory: float, host: fl
     if "critic" in job.models:
         options["one backbone for all roles (critic=hydra model.lora.r=16)"] = {"holds": one, "lora": 16}
     fits = {k: _first_fit(shape, dataclasses.replace(job, **how), gpus, memory, host) for k, how in options.items()}
-    remedies = [text for text, fit in fits.items() if fit]
+    remedies, short = [text for text, fit in fits.items() if fit], job
+    while short.prompt + short.completion > 64 and not remedies:
+        prompt, completion = max(1, short.prompt // 2), max(1, short.completion // 2)
+        short = dataclasses.replace(short, prompt=prompt, completion=completion)
+        if _first_fit(shape, short, gpus, memory, host):
+            remedies.append(f"rows of {short.prompt + short.completion:,} tokens")
     more = gpus
     while (more := 2 * more) <= 1 << 15:
         collected = max(job.rollout_batch, more if job.info.online else 0)
@@ -230,11 +237,14 @@ def plans(
     shape, made = decoder_shape(model), dict[int, Plan | None]()
     for n in gpus:
         _check_machine(n, memory)
-        mini = math.ceil(job.mini_batch / n) * n
-        collected = math.ceil((job.rollout_batch or mini) / mini) * mini
-        wide = dataclasses.replace(job, mini_batch=mini, rollout_batch=collected)
-        made[n] = _first_fit(shape, wide, n, memory, host)
+        made[n] = _first_fit(shape, _wide(job, n), n, memory, host)
     return made
+
+
+def _wide(job: Job, gpus: int) -> Job:
+    """The job with batches that give each GPU as many rows."""
+    mini = math.ceil(job.mini_batch / gpus) * gpus
+    return dataclasses.replace(job, mini_batch=mini, rollout_batch=math.ceil((job.rollout_batch or mini) / mini) * mini)
 
 
 def plan_table(
@@ -258,6 +268,7 @@ def plan_table(
     for n, way in plans(shape, job, gpus, memory, host).items():
         if way is None:
             lines.append(f"| {n:,} | doesn't fit | | | | | | | |")
+            commands.append(f"- {n:,} GPU{'s' if n > 1 else ''}: {_too_large(shape, _wide(job, n), n, memory, host)}")
             continue
         commands.append(f"- {n:,} GPU{'s' if n > 1 else ''}: `{way.command(job, settings)}`")
         s, roles = way.split, way.budget.by_role()
@@ -275,6 +286,34 @@ _OVERHEAD = 1.5 * 2**30  # of libraries and messages, as in `_ways`
 _APART: dict[str, Held] = {"reference": "reference", "reward": "reward model"}
 
 
+def check_placement(config: Any, topology: ClusterTopology) -> None:
+    """Refuse a placement that a run of a config would refuse.
+
+    Args:
+        config: of a training run.
+        topology: the file.
+
+    Raises:
+        ConfigError: a role without ranks, ranks without a role, several reward models, or kinds of hardware whose
+            number formats may differ.
+    """
+    cpu = Precision(torch.device("cpu"), torch.float32, torch.float32, torch.float32, False, "")
+    _apart(job_of(config, cpu), topology)
+    topology.check_formats(config.precision)
+
+
+def _apart(job: Job, topology: ClusterTopology) -> dict[str, Held]:
+    """The frozen models on ranks of their own, by role."""
+    apart = {
+        r: held for r, held in _APART.items() if held in job.models and topology.ranks(r) != topology.ranks("actor")
+    }
+    if job.models.count("reward model") > 1:
+        topology.check_one_reward_model()
+        del apart["reward"]
+    topology.check_used([role for role in apart if topology.holders(role)])
+    return apart
+
+
 def placement_table(model: Any, job: Job, topology: ClusterTopology) -> str:
     """What each group of a topology holds, computes and sends, as Markdown; `launch --topology` places it like this.
 
@@ -287,11 +326,8 @@ def placement_table(model: Any, job: Job, topology: ClusterTopology) -> str:
         ConfigError: a role without ranks, or ranks without a role.
     """
     shape, learn, groups = decoder_shape(model), topology.ranks("actor"), topology.groups()
-    apart = {role: held for role, held in _APART.items() if held in job.models and topology.ranks(role) != learn}
-    if job.models.count("reward model") > 1:
-        topology.check_one_reward_model()
+    apart = _apart(job, topology)
     mine = dataclasses.replace(job, holds=tuple(held for held in job.models if held not in apart.values()))
-    topology.check_used([role for role in apart if topology.holders(role)])
     budget = predict_memory(shape, mine, Split(len(learn), overhead=_OVERHEAD))
     rows = math.ceil((job.rollout_batch or job.mini_batch) * job.sides / len(learn))
     first, peak = next(group for group, ranks in groups.items() if ranks == learn), budget.peak / 2**30

@@ -166,6 +166,7 @@ def _price(x: float) -> str:
 def plan_report(
     model: Any, job: Job, gpus: Sequence[int], gpu: Machine | None = None, memory: float | None = None,
     host: float | None = None, settings: str = "...", price: float | None = None, inner: int = 1,
+    steps: int = 1000,
 ) -> str:  # fmt: skip
     """`plan_table`, and what each plan costs on a kind of GPU, as Markdown.
 
@@ -179,13 +180,14 @@ def plan_report(
         settings: of the commands.
         price: of a GPU's hour, in any currency.
         inner: passes over each rollout.
+        steps: whose price is said.
     """
     shape, memory = decoder_shape(model), (gpu.memory if gpu else 80.0) if memory is None else memory
     table = plan_table(shape, job, gpus, memory, host, settings)
     if gpu is None:
         return table
-    cost = "" if price is None else " price of 1,000 steps |"
-    columns = 8 if cost else 7
+    cost = "" if price is None else f" price of a step | price of {steps:,} steps |"
+    columns = 9 if cost else 7
     lines = [f"| GPUs | s a step | answers | scoring | update | waiting | MFU |{cost}", "|---:" * columns + "|"]
     for n, way in plans(shape, job, gpus, memory, host).items():
         if way is None:
@@ -193,7 +195,7 @@ def plan_report(
         took = predict_step(shape, way, gpu, inner)
         mfu = useful_share(shape, way.job, took.seconds, n, gpu, inner)
         parts = " | ".join(f"{x:.3g}" for x in (took.seconds, *took))
-        cost = "" if price is None else f" {_price(price * n * took.seconds / 3.6)} |"
+        cost = "" if price is None else f" {_price(paid := price * n * took.seconds / 3600)} | {_price(paid * steps)} |"
         lines.append(f"| {n:,} | {parts} | {mfu:.0%} |{cost}")
     note = table_of("scale/plan.yaml")["predicted"].format(gpu=gpu.name)
     return "\n".join([table, "", *lines, "", note])

@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core import ConfigError
+from ..strict import table_of
 from .plan import MACHINE, Plan, plans
-from .predict import WIRE, Machine, StepTime, predict_step
+from .predict import WIRE, Machine, StepTime, _price, predict_step
 from .topology import Job, decoder_shape, roles_of
 
 # %% auto #0
-__all__ = ['GPU_HOURS', 'STORES', 'MOST_STEPS', 'save_seconds', 'best_interval', 'Hazards', 'Simulated', 'simulate_run', 'Layout',
-           'layouts', 'simulated_hours']
+__all__ = ['GPU_HOURS', 'STORES', 'MOST_STEPS', 'NEAR', 'save_seconds', 'best_interval', 'Hazards', 'Simulated', 'simulate_run',
+           'DrawLayout', 'layouts', 'fastest', 'search_report', 'simulated_hours']
 
 # %% ../../nbs/scale/simulate.ipynb #0926fa56
 GPU_HOURS = 54 * 24 * 16_384 / 419  # between two failures, Dubey et al., arXiv 2407.21783, section 3.3.4
@@ -153,7 +154,7 @@ def simulate_run(
     return Simulated(kept, now / 3600, failures, *(x / now for x in shares))
 
 # %% ../../nbs/scale/simulate.ipynb #902a6fe1
-class Layout(NamedTuple):
+class DrawLayout(NamedTuple):
     """Who does what."""
 
     drawers: int  # GPUs that only draw; 0: in turn
@@ -163,6 +164,8 @@ class Layout(NamedTuple):
     sent: float  # seconds until new weights have reached the drawers
     save: float  # seconds of a checkpoint
     answers: int  # of a step
+    wait: float = 0.0  # of the rest, for links and the host
+    plans: tuple[Plan, ...] = ()  # of those that learn, and of those that only draw
 
     @property
     def seconds(self) -> float:
@@ -171,7 +174,9 @@ class Layout(NamedTuple):
         return max(self.draw, self.learn, (both + self.sent) / (self.lag + 1)) if self.drawers else both
 
 
-def layouts(model: Any, job: Job, gpus: int, gpu: Machine, memory: float | None = None, inner: int = 1) -> list[Layout]:
+def layouts(
+    model: Any, job: Job, gpus: int, gpu: Machine, memory: float | None = None, inner: int = 1
+) -> list[DrawLayout]:
     """Ways that fit, the fastest first: in turn; and apart with one to seven eighths that draw, lag 0 to 4.
 
     GPUs that only draw are planned as if they trained, too, so a way with few of them may be left out.
@@ -196,17 +201,79 @@ def layouts(model: Any, job: Job, gpus: int, gpu: Machine, memory: float | None 
         return way, predict_step(shape, way, gpu, inner)
 
     answers = batch.rollout_batch or batch.mini_batch
-    made, weights = list[Layout](), shape.total * job.format.compute
+    made, weights = list[DrawLayout](), shape.total * job.format.compute
     if together := of_group(gpus):
         way, took = together
-        made.append(Layout(0, 0, took.generate, sum(took[1:]), 0.0, save_seconds(shape, way), answers))
+        save = save_seconds(shape, way)
+        made.append(DrawLayout(0, 0, took.generate, sum(took[1:]), 0.0, save, answers, took.wait, (way,)))
     for drawers in sorted({gpus * i // 8 for i in range(1, 8)} - {0, gpus}) if job.info.online else ():
         draws, learns = of_group(drawers), of_group(gpus - drawers)
         if draws and learns:
             sent = weights / (WIRE * (gpu.link if gpus <= MACHINE else min(gpu.link, MACHINE * gpu.network)))
             draw, learn, save = draws[1].generate, sum(learns[1][1:]), save_seconds(shape, learns[0])
-            made += [Layout(drawers, lag, draw, learn, sent, save, answers) for lag in range(5)]
+            rest = (answers, learns[1].wait, (learns[0], draws[0]))
+            made += [DrawLayout(drawers, lag, draw, learn, sent, save, *rest) for lag in range(5)]
     return sorted(made, key=lambda x: (x.seconds, x.drawers, x.lag))
+
+
+NEAR = 1.02  # layouts that are so little slower than the fastest count as as fast: the least stale of them is taken
+
+
+def fastest(ways: Sequence[DrawLayout], gpus: int, hazards: Hazards) -> tuple[DrawLayout, float]:
+    """The layout with the shortest step among some, with slow GPUs and long answers, and its seconds.
+
+    Args:
+        ways: by `layouts`.
+        gpus: how many.
+        hazards: of them all but failures count.
+    """
+    calm = hazards._replace(between=1e30, taken=math.inf)
+    took = {
+        way: simulate_run(
+            way.draw, way.learn, gpus, steps=100, drawers=way.drawers, lag=way.lag, sent=way.sent, answers=way.answers,
+            save=0.0, every=100, hazards=calm,
+        ).seconds for way in ways
+    }  # fmt: skip
+    near = [way for way in ways if took[way] <= NEAR * min(took.values())]
+    best = min(near, key=lambda way: (way.lag, took[way]))
+    return best, took[best]
+
+
+def search_report(
+    model: Any, job: Job, gpus: Sequence[int], gpu: Machine, memory: float | None = None, inner: int = 1,
+    hazards: Hazards | None = None, steps: int = 1000, price: float | None = None,
+) -> str:  # fmt: skip
+    """The fastest split and lag on each number of GPUs: seconds of a step by part, checkpoints, price, and the memory
+    of each group's ranks by role; as Markdown.
+
+    Args:
+        model, job, gpu, memory, inner: as in `layouts`.
+        gpus: how many, in several cases.
+        hazards: failures, slow GPUs, lengths of answers.
+        steps: of the run.
+        price: of a GPU's hour, in any currency.
+    """
+    h, groups = hazards or Hazards(), list[str]()
+    lines = table_of("scale/plan.yaml")["search"].format(steps=steps).splitlines()
+    for n in gpus:
+        if not (ways := layouts(model, job, n, gpu, memory, inner)):
+            continue
+        best, seconds = fastest(ways, n, h)
+        beyond = math.exp(h.tail * NormalDist().inv_cdf(0.5 ** (1 / best.answers)) - h.tail**2 / 2)
+        mean = min(1.0, h.mean_length)
+        tail = best.draw * max(0.0, min(1.0, mean * beyond) - mean)
+        every = best_interval(best.save, n, h.between)
+        whole = steps * seconds * (1 + best.save / every)
+        parts = (seconds, mean * best.draw, tail, best.learn - best.wait, best.wait, best.sent, best.save, every / 60)
+        cost = "" if price is None else _price(price * n * whole / 3600)
+        split = f"{best.drawers:,}" if best.drawers else "all, in turn"
+        cells = " | ".join(f"{x:.3g}" for x in parts)
+        lines.append(f"| {n:,} | {split} | {best.lag} | {cells} | {whole / 3600:,.3g} | {cost} |")
+        for verb, way in zip(("learn", "draw"), best.plans):
+            roles = ", ".join(f"{r} {x / 2**30:.1f}" for r, x in way.budget.by_role().items() if x >= 2**30 / 20)
+            groups.append(f"- of {n:,} GPUs {'all' if not best.drawers else verb}: {way}. GiB of each rank: {roles}")
+    words = {"mean": h.mean_length, "tail": h.tail, "between": h.between, "gpu": gpu.name}
+    return "\n".join([*lines, "", *groups, "", table_of("scale/plan.yaml")["searched"].format(**words)])
 
 
 def simulated_hours(

@@ -3,6 +3,7 @@
 # %% ../../nbs/scale/topology.ipynb #2ab456c2
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import torch
 
 from ..core import ConfigError, ModelError, Precision
 from ..fast.kernels import fused
+from ..models.files import settings_in
 from ..train.method import TextConfig
 from ..train.online_config import OnlineConfig
 from ..train.registry import Held, MethodInfo, get, of
@@ -88,6 +90,8 @@ def decoder_shape(model: Any) -> DecoderShape:
     """
     if isinstance(model, DecoderShape):
         return model
+    if (plain := _plain_shape(model)) is not None:
+        return plain
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if isinstance(model, (str, Path)):
@@ -104,6 +108,29 @@ def decoder_shape(model: Any) -> DecoderShape:
     except (ValueError, AttributeError) as e:
         raise ModelError(f"{type(model).__name__} describes no causal language model: {str(e).splitlines()[0]}") from e
     return _counted(model.get_text_config(), net)
+
+
+_PLAIN = {"llama": 0, "mistral": 0, "qwen2": 1}  # families whose layers are four projections, three more, two norms
+
+
+def _plain_shape(model: Any) -> DecoderShape | None:
+    """The shape in a folder's config.json, without the two seconds of importing a model's code; None: not so plain."""
+    path = Path(model) / "config.json" if isinstance(model, (str, Path)) else None
+    if path is None or not path.is_file():
+        return None
+    stated = settings_in(path)
+    names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    widths: list[Any] = [stated.get(name) for name in (*names, "vocab_size")]
+    odd = stated.get("attention_bias") or stated.get("mlp_bias") or stated.get("quantization_config")
+    if stated.get("model_type") not in _PLAIN or not all(type(w) is int and w > 0 for w in widths) or odd:
+        return None
+    layers, hidden, inner, heads, kv_heads, vocab = widths
+    tied = stated.get("tie_word_embeddings", False)
+    bare = DecoderShape(layers, hidden, inner, heads, kv_heads, stated.get("head_dim") or hidden // heads, vocab, tied)
+    biases = _PLAIN[stated["model_type"]] * (bare.attention + 2 * bare.keys)
+    rest = bare.decoder - vocab * hidden + layers * biases + hidden
+    more = {"embedding": vocab * hidden + rest % layers, "block": rest // layers}
+    return dataclasses.replace(bare, **more, thin=sum(a + b for a, b in bare.matrices))
 
 
 def _counted(text: Any, net: Any) -> DecoderShape:
@@ -631,7 +658,7 @@ def job_of(config: TextConfig, precision: Precision) -> Job:
     online = config if isinstance(config, OnlineConfig) else None
     if online and not online.rewards and (online.reward is None or Path(str(online.reward)).exists()):
         held = (*held, "reward adapter" if "critic adapter" in held else "reward model")  # else a function scores
-    for entry in online.rewards if online else ():
+    for entry in (*online.rewards, *online.watch) if online else ():
         one: tuple[Held, ...] = ("reward model",)
         held += one * (1 if isinstance(entry.model, str) else len(entry.model or ()))
     longest = online.sampling.max_new_tokens if online else data.max_length - data.prompt_limit

@@ -3,6 +3,7 @@
 # %% ../../nbs/train/online_config.ipynb #0c100004
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -179,9 +180,8 @@ def as_rewards(
     """
     pays = environment is not None and any(kind.pays for kind in environment.values())
     reward = EnvironmentReward() if reward is None and pays else reward
-    if alone := isinstance(reward, RewardModel):
-        scorer = reward
-        reward = RewardModelFn(placed("reward", lambda: scorer), token_budget=config.token_budget)
+    if isinstance(reward, RewardModel):
+        reward = RewardModelFn(reward, token_budget=config.token_budget)
     if isinstance(reward, Rewards) and config.reward_weights:
         raise ConfigError(
             f"reward_weights is {config.reward_weights}, but the rewards come with weights of their own: leave it out, "
@@ -189,15 +189,27 @@ def as_rewards(
         )
     how: dict[str, Any] = {"weights": config.reward_weights, "timeout": config.reward_timeout}
     rewards = reward if isinstance(reward, Rewards) else Rewards(reward, **how)
-    roles, several = roles_here(), any(isinstance(f, Ensemble | RewardModelFn) for f in rewards.fns)
-    if roles is not None and several and not alone:
-        roles.topology.check_one_reward_model()
     if pays and not any(isinstance(f, EnvironmentReward) for f in rewards.fns):
         rewards = with_watched(rewards, Rewards([EnvironmentReward()]))
         rewards.weights[-1] = 1.0
     if config.watch:
         rewards = with_watched(rewards, entries_as_rewards(config.watch, config, "watch"))
+    rewards = _rewards_placed(rewards)
     return with_watched(rewards, Rewards(list(logged.values()), names=list(logged))) if logged else rewards
+
+
+def _rewards_placed(rewards: Rewards) -> Rewards:
+    """With a topology, the one reward model among them (watched ones count) goes where the file says."""
+    roles, models = roles_here(), [f for f in rewards.fns if isinstance(f, Ensemble | RewardModelFn)]
+    if roles is None or not models:
+        return rewards
+    if len(models) > 1 or not isinstance(local := models[0], RewardModelFn):
+        roles.topology.check_one_reward_model()
+        return rewards
+    remote = RewardModelFn(placed("reward", lambda: local.model), local.name, local.token_budget, local._device)
+    placed_rewards = copy.copy(rewards)
+    placed_rewards.fns = [remote if fn is local else fn for fn in rewards.fns]
+    return placed_rewards
 
 # %% ../../nbs/train/online_config.ipynb #fb7378e7
 def rewarded(config: RewardPart) -> bool:
