@@ -488,7 +488,7 @@ class FlatRows(NamedTuple):
     branches: Branches | None = None  # what `mask` says, as lengths: attention goes along them; needs `real`
     flat: Flat | None = None  # a kernel for the tokens of `real`; where it works, there is neither mask nor padding
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """[M, heads · D] from queries [M, heads, D] and keys and values [M, kv_heads, D]."""
         if self.flat is not None and (attended := self.flat(q, k, v, scale)) is not None:
             return attended

@@ -192,7 +192,7 @@ def decode_states(
     """
     blocks = Blocks(body, body.dtype, fuse=False)  # type: ignore[arg-type]
     (rows, length), tokens, at = ids.shape, ids.flatten(), positions.flatten()
-    attend: Callable[..., Tensor] = FlatRows(rows, length) if look is None else look
+    attend: Callable[..., Tensor] = (look or FlatRows(rows, length)).attend
     if look is not None and (real := look.real) is not None:
         tokens, at = tokens.index_select(0, real), at.index_select(0, real)
         if share is None and wanted is not None:

@@ -274,7 +274,8 @@ def plan_table(
         s, roles = way.split, way.budget.by_role()
         most = max(roles, key=lambda r: roles[r])
         lines.append(
-            f"| {n:,} | {s.stage}{'' if s.gather else ', layer by layer'} | {s.offload.replace('none', '')} | "
+            f"| {n:,} | {s.stage}{f'+cp{s.context}' * (s.context > 1)}{'' if s.gather else ', layer by layer'} | "
+            f"{s.offload.replace('none', '')} | "
             f"{'yes' if way.job.recompute else ''} | {way.tokens:,} | {way.job.mini_batch:,} | "
             f"{way.budget.peak / 2**30:.1f} ({most}) | {sent_per_step(shape, way) / 2**30:.1f} | "
             f"{smallest_group(shape, way):,} |"

@@ -55,7 +55,10 @@ def why_not_shared(net: nn.Module, longest: int, output: str = "last_hidden_stat
     if getattr(config, "attn_logit_softcapping", None):
         return "it caps the products of queries and keys (attn_logit_softcapping)"
     if body.training and getattr(body, "is_gradient_checkpointing", False):
-        return "transformers' gradient checkpointing is on, which computes layers again without the other ranks: use "            "recompute=true"
+        return (
+            "transformers' gradient checkpointing is on, which computes layers again without the other ranks: use "
+            "recompute=true"
+        )
     if body.training and any(getattr(config, k, 0) for k in ("attention_dropout", "attn_pdrop")):
         return "dropout in attention is on"
     return None
@@ -79,7 +82,7 @@ def attending(net: nn.Module, attend: Callable[..., Tensor]) -> Iterator[None]:
 
     Args:
         net: a decoder.
-        attend: (q, k, v, scale) to [M, heads · D], as `FlatRows`.
+        attend: (q, k, v, scale) to [M, heads · D], as `FlatRows.attend`.
     """
     from transformers import AttentionInterface
 
@@ -237,9 +240,11 @@ class SharedRows:
         assert look.real is not None
         n, heads, total, times = len(q), q.shape[1], len(look.real), self._times(q.shape[1], k.shape[1])
         every = (q.to(v.dtype), *(x.to(v.dtype).repeat_interleave(times, 1) if times > 1 else x for x in (k, v)))
-        parts = [F.pad(x, (0, 0, 0, -x.shape[1] % self.size)).unflatten(1, (self.size, -1)) for x in every]
+        padded = [F.pad(x, (0, 0, 0, -x.shape[1] % self.size)) for x in every]
+        parts = [x.view(n, self.size, -1, x.shape[2]) for x in padded]
         mine = self.exchange(torch.cat(parts, 2).transpose(0, 1)).flatten(0, 1)[:total]
-        mixed = look(*mine.split([x.shape[2] for x in parts], 1), scale)
+        queries, keys, values = torch.split(mine, [x.shape[2] for x in parts], 1)
+        mixed = look.attend(queries, keys, values, scale)
         back = self.exchange(F.pad(mixed, (0, 0, 0, n * self.size - total)).view(self.size, n, -1))
         return back.transpose(0, 1).flatten(1)[:, : heads * v.shape[2]]
 

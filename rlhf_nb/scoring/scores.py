@@ -109,7 +109,8 @@ def _looks(decoder: nn.Module, p: Pack, some: bool, share: Any = None) -> FlatRo
     plain = share is None and not apart and flat is None
     if real is not None and plain and len(real) > FULL * p.token_mask.numel():
         real = None
-    return FlatRows(*p.input_ids.shape, real, p.attention_mask, p.branches if apart else None, flat)
+    rows, length = p.input_ids.shape
+    return FlatRows(rows, length, real, p.attention_mask, p.branches if apart else None, flat)
 
 
 FULL = 0.9  # part of a forward pass that is tokens, from which leaving out the padding costs more than it saves
