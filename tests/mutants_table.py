@@ -135,7 +135,7 @@ MUTANTS: list[tuple[str, ...]] = [
     # checkpoints
     ("save_checkpoint", "the manifest lists nothing", '{"files": files}', '{"files": {}}'),
     ("save_checkpoint", "a failed write leaves its folder", "if rank == 0:", "if rank == 1:", "nb, test_loop::test_full_disk_is_one_sentence_and_loses_nothing"),
-    ("problem_of", "a changed file is fine", '_sha256(path) != expected["sha256"]', 'False'),
+    ("problem_of", "a changed file is fine", 'sha256_of(path, folder) != expected["sha256"]', 'False'),
     ("problem_of", "a file cut short is fine", 'path.stat().st_size != expected["bytes"]', 'False'),
     ("latest_complete", "the oldest one", "reversed(checkpoints_in(Path(root)))", "checkpoints_in(Path(root))"),
     ("save_checkpoint", "the oldest are kept", "[:-keep] if keep > 0", "[keep:] if keep > 0"),
@@ -149,10 +149,10 @@ MUTANTS: list[tuple[str, ...]] = [
     ("restore", "the method forgets", 'run.method.load_state_dict(join_state(meta["method"], tensors["method"]))', "pass", "nb:run.loop, test_loop::test_forgetting_any_part_is_noticed"),
     ("restore", "counts its steps from 0", 'int(meta["step"]), int(meta["updates"]), 0', '0, int(meta["updates"]), 0', "nb:run.loop, test_loop::test_forgetting_any_part_is_noticed"),
     # loop
-    ("Trainer._mini_batches", "every inner epoch has the same order", '"mini_batches", self.step, epoch)', '"mini_batches", self.step)', "test_notice::test_each_inner_epoch_has_its_own_order"),
+    ("Feed.mini_batches", "every inner epoch has the same order", '"mini_batches", run.step, epoch)', '"mini_batches", run.step)', "test_notice::test_each_inner_epoch_has_its_own_order"),
     ("Trainer.update", "stops when the method says go on", "if not method.keep_updating", "if method.keep_updating"),
     ("Trainer.update", "bad updates count as in a row that were not", "done, self.bad_in_a_row = done + 1, 0", "done, self.bad_in_a_row = done + 1, self.bad_in_a_row", "test_notice::test_only_updates_in_a_row_are_too_many"),
-    ("Trainer.pull", "every rank learns from the same rows", "[self.engine.rank :: world]", "[:: world]", "test_loop::test_two_ranks_are_one"),
+    ("Feed._share_of", "every rank learns from the same rows", "[self.run.engine.rank :: world]", "[:: world]", "test_loop::test_two_ranks_are_one"),
     ("_same_numbers_after", "evaluation uses up random numbers", "set_rng_state(state)", "pass", "test_notice::test_evaluation_uses_up_no_random_number"),
     ("add_pairs", "the last update alone", "(total[k][0] + v, total[k][1] + n)", "(v, n)", "test_notice::test_statistics_of_updates_add_up"),
     ("means", "sums are not divided", "total / count for", "total for"),

@@ -182,8 +182,8 @@ def decode_states(
             where pads come last.
         wanted: int64[N], flat indices into R·L of tokens; None: all of them (of `look.real`).
         sparse: the embedding's gradient as a sparse tensor, to be added to a dense one of the same weight.
-        again: called as again(module, f, ...) instead of f(...) for each layer, so that it may forget what f computed;
-            None: all is kept.
+        again: called as again(module, f, layer, x, last) instead of f(layer, x, last), x and the result [M, H], so that
+            it may forget what f computed; None: all is kept.
         share: ranks that share the tokens (`scoring.context.SharedRows`); `wanted` are places in this rank's stretch
             then. None: they are all here.
 

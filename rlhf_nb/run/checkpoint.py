@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import math
 import os
@@ -23,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from ..core import CheckpointError, printable
-from ..files import FileRefused, open_regular, read_regular, write_whole
+from ..files import FileRefused, read_regular, sha256_of, write_whole
 from ..untrusted import MAX_LINE, json_value
 
 # %% auto #0
@@ -41,6 +40,9 @@ def split_state(state: Any, at: str = "") -> tuple[Any, dict[str, torch.Tensor]]
         state: dictionaries with string keys, lists, tuples (which come back as lists), numbers, strings, None and
             tensors.
         at: path of `state` in a larger one.
+
+    Returns:
+        The state with a mark in the place of each tensor, and the tensors, of any shape, by path.
 
     Raises:
         CheckpointError: the state has something else.
@@ -67,7 +69,12 @@ def split_state(state: Any, at: str = "") -> tuple[Any, dict[str, torch.Tensor]]
 
 # %% ../../nbs/run/checkpoint.ipynb #28cad55a
 def join_state(state: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """The opposite of `split_state`."""
+    """The opposite of `split_state`.
+
+    Args:
+        state: with marks.
+        tensors: by path, of any shape.
+    """
     if isinstance(state, dict):
         if set(state) == {_MARK}:
             return tensors[state[_MARK]]
@@ -87,15 +94,6 @@ def fsync_path(path: Path) -> None:
         os.close(handle)
 
 
-def _sha256(path: Path) -> str:
-    """Hash of a file, read in pieces."""
-    digest = hashlib.sha256()
-    with open_regular(path) as f:
-        while piece := f.read(1 << 22):
-            digest.update(piece)
-    return digest.hexdigest()
-
-
 def _read(folder: Path, name: str) -> Any:
     """The value of one of a checkpoint's JSON files."""
     return json_value(read_regular(folder / name, MAX_LINE))
@@ -103,7 +101,7 @@ def _read(folder: Path, name: str) -> Any:
 
 def _about(path: Path) -> dict[str, Any]:
     """What the manifest says of a file."""
-    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+    return {"bytes": path.stat().st_size, "sha256": sha256_of(path, path.parent)}
 
 
 def _write(folder: Path, tensors: Tensors, meta: dict[str, Any], part: Part | None) -> dict[str, dict[str, Any]]:
@@ -268,7 +266,7 @@ def problem_of(folder: str | Path) -> str | None:
                 return f"{name} is missing{whose}"
             if path.stat().st_size != expected["bytes"]:
                 return f"{name} has {path.stat().st_size} bytes instead of {expected['bytes']}"
-            if _sha256(path) != expected["sha256"]:
+            if sha256_of(path, folder) != expected["sha256"]:
                 return f"{name} has changed since it was written (its SHA-256 differs)"
         return None if "state.json" in files else "state.json is missing"
     except FileNotFoundError:
@@ -306,6 +304,9 @@ def load_checkpoint(
     Args:
         folder: of the checkpoint.
         verify: False where another rank has checked the same files.
+
+    Returns:
+        {group: {name: tensor of any shape}}, read from the disk when asked for; and the metadata.
 
     Raises:
         CheckpointError: something is missing or has changed.
@@ -427,7 +428,14 @@ class _Joined(Mapping[str, torch.Tensor]):
 
 # %% ../../nbs/run/checkpoint.ipynb #58a933a0
 def snapshot(tensors: dict[str, dict[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
-    """Copies in main memory that later updates in place cannot touch."""
+    """Copies in main memory that later updates in place cannot touch.
+
+    Args:
+        tensors: {group: {name: tensor of any shape}}.
+
+    Returns:
+        The same names, tensors of the same shapes, any shapes, on the CPU.
+    """
     return {
         g: {k: v.detach().to("cpu", copy=True).contiguous() for k, v in named.items()} for g, named in tensors.items()
     }

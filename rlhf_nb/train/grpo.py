@@ -71,6 +71,9 @@ def overlong_penalty(lens: Tensor, limit: int, buffer: int) -> Tensor:
         limit: longest allowed answer.
         buffer: tokens over which the punishment grows; 0: none.
 
+    Returns:
+        float32[B], to be added to the scores.
+
     Source: Yu et al., arXiv 2503.14476, eq. 13.
     """
     if not buffer:
@@ -215,4 +218,4 @@ class GRPOTrainer(OnlineTrainer[GRPOConfig]):
         self, config: GRPOConfig, model: Any, tokenizer: Any, rows: list[Row], **parts: Any
     ) -> OnlineMethod:
         """As in `OnlineTrainer`; dead groups are replaced by prompts of this trainer's source."""
-        return super().make_method(config, model, tokenizer, rows, more_prompts=self.pull, **parts)
+        return super().make_method(config, model, tokenizer, rows, more_prompts=lambda: self.feed.pull(), **parts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -127,6 +128,8 @@ def read_samples(run: str | Path | SampleIndex, last: int = 5000) -> list[Row]:
     index = run if isinstance(run, SampleIndex) else open_samples(run)
     index.poll()
     rows = [_sound(r) for r in index.read(last=last) if r.get("type", "sample") == "sample" and "completion" in r]
+    if index.note:
+        warnings.warn(f"samples: {index.note}", stacklevel=2)
     for i, row in enumerate(rows):
         length = observed(row).count(False) if "tokens" in row else len(str(row["completion"]).split())
         asked = row.get("prompt", "")
