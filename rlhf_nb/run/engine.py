@@ -24,7 +24,7 @@ from .strategies import connect
 from .strategy import Layout, Rates, Strategy, connect_plain, layout_of, load_tensors, lr_factor
 from ..scoring.packing import split_among
 from ..scoring.recompute import recomputing
-from ..scoring.scores import one_forward
+from ..scoring.scores import one_forward, sharing_rows
 from ..types import Batch, LossSum, sent
 
 BatchT = TypeVar("BatchT", bound=Batch)
@@ -493,6 +493,12 @@ class Engine:
         self.settings: OptimizerConfig | None = None
         self.total_steps: int | None = None
         self.lr_scale = 1.0  # what the schedule is multiplied by
+        self.shared: Any = None  # ranks that compute each row of tokens together
+        if self.strategy.layout.context > 1:
+            from rlhf_nb.scoring.context import SharedRows
+
+            groups: Any = torch.distributed.new_subgroups
+            self.shared = SharedRows(groups(self.strategy.layout.context)[0])
         self.recompute = False  # whether layers compute their activations again in the backward pass
         self._wrapped: nn.Module | None = None
         self._blame = Blame(self.ranks)
@@ -517,6 +523,8 @@ class Engine:
             return module
         trained = {id(p) for p in module.parameters()}
         frozen = [m for m in dict.fromkeys(frozen) if not any(id(p) in trained for p in m.parameters())]
+        if self.shared is not None:
+            self.shared.check_models(module)
         self.module = module.to(self.device)
         self.settings, self.total_steps = settings, total_steps
         self.optimizer = self.strategy.optimize(self.module, settings, rates)
@@ -550,7 +558,7 @@ class Engine:
     @contextmanager
     def inference(self) -> Iterator[None]:
         """Without gradient, in the forward pass's number format, weights whole on every rank."""
-        with torch.no_grad(), self.autocast(), self.generation_mode():
+        with torch.no_grad(), self.autocast(), self.generation_mode(), sharing_rows(self.shared):
             yield
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -568,6 +576,7 @@ class Engine:
             stack.enter_context(self.strategy.accumulate(module, last))
             if self.strategy.lockstep:
                 stack.enter_context(one_forward())
+            stack.enter_context(sharing_rows(self.shared))
             count = stack.enter_context(recomputing(self.recompute))
             yield
         if self.recompute and not count.layers:
