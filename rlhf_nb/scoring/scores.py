@@ -483,8 +483,8 @@ def completion_reads(
     rows, cols, *values = (list(x) for x in zip(*(x for each in passes for x in each), strict=True))
     at, (b, width) = (torch.cat(rows), torch.cat(cols)), c.completion_ids.shape
     joined = [torch.cat(v) for v in values]
-    found = [v.new_zeros((b, width, *v.shape[1:])).index_put(at, v) for v in joined]
-    return tuple(found if cut is None else (cut.summed(v) for v in found))
+    by_row = [v.new_zeros((b, width, *v.shape[1:])).index_put(at, v) for v in joined]
+    return tuple(by_row if cut is None else (cut.summed(v) for v in by_row))
 
 # %% ../../nbs/scoring/scores.ipynb #fb627ac5
 def sequence_scores(
