@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from process_cases import ROOT, run_ranks
+from process_cases import run_ranks
 from test_processes import far, first_rollouts, steps, weights
 
 from rlhf_nb.core import ConfigError
@@ -66,7 +65,6 @@ def test_a_run_goes_on_in_another_layout(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_long_row_takes_half_the_memory() -> None:
-    sys.path.insert(0, str(ROOT / "benchmarks"))
     from context_rows import compare
 
     alone, *shared = compare(16384, [2])

@@ -1,4 +1,4 @@
-"""What one long row leaves for the backward pass on each rank, alone and shared: `python benchmarks/context_rows.py --tokens 16384`.
+"""What one long row leaves for the backward pass on each rank, alone and shared: `python tests/context_rows.py --tokens 16384`.
 
 A small model in fp32 on CPU processes (gloo). MiB of saved tensors, peak memory of the process above that before the step, CPU
 seconds; and how far the shared gradients are from those of one process.
