@@ -87,11 +87,11 @@ def asked_strategy(environment: Mapping[str, str] = os.environ) -> str:
     Raises:
         ConfigError: an unknown name, or variables that contradict each other.
     """
-    own, base = environment.get("RLHF_NB_STRATEGY", "").replace("_offload", ""), ""
+    own, base = environment.get("RLHF_NB_STRATEGY", ""), ""
     on = {k: environment.get(k, "").lower() in ("1", "true", "yes") for k in _SWITCHES}
     if own:
         try:
-            base = layout_of(own).base
+            base, own = layout_of(own).base.removesuffix("_offload"), own.replace("_offload", "")
         except ConfigError as error:
             raise ConfigError(f"RLHF_NB_STRATEGY is {own!r}: {error}") from error
     theirs = ""
@@ -189,13 +189,13 @@ class Ranks:
         self.speaks = self.process % self.inner == 0  # for all processes that hold the same rows
         self._votes = 0
 
-    def reduce_sum(self, local: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Scalars summed over ranks, all in one message (every rank passes the same keys)."""
+    def reduce_sum(self, local: dict[str, Tensor], every: bool = False) -> dict[str, Tensor]:
+        """Scalars summed over ranks (`every`: over processes), all in one message; each passes the same keys."""
         if self.processes == 1 or not local:
             return local
         keys = sorted(local)
         total = torch.stack([sent(local[k].detach().double(), self.device) for k in keys])
-        torch.distributed.all_reduce(total if self.speaks else total.zero_())
+        torch.distributed.all_reduce(total if self.speaks or every else total.zero_())
         found = dict(zip(keys, total.unbind()))
         return {k: found[k] for k in local}  # in the order that was given, as with one process
 
@@ -224,7 +224,7 @@ class Ranks:
 
     def agree(self, x: Any) -> Any:
         """What the first of the processes with the same rows has: a judge may have told each of them something else."""
-        return x if self.inner == 1 else self.gather_object(x)[self.rank]
+        return x if self.inner == 1 else self.gather_object(x.to("cpu"))[self.rank].to(self.device)
 
     def gather_rows(self, batch: BatchT, unit: int = 1, pad_id: int = 0) -> BatchT:
         """The rows of all ranks as one batch, in the order that one process would have them in.

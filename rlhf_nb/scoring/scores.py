@@ -517,7 +517,7 @@ def sequence_scores(
 
     def read(index: Tensor, p: Pack, h: Tensor) -> tuple[Tensor, Tensor]:
         scores = head(_pooled(p, h, pooling))
-        return index, scores if scores.numel() > len(scores) else _flat(scores)
+        return index, scores if scores.shape[1:].numel() > 1 else _flat(scores)
 
     places: Callable[[Pack], Tensor | None] = _ends if pooling == "last" else lambda p: None
     passes, cut = _forwards(decoder, c, token_budget, share_prompts, "all", places, read)
