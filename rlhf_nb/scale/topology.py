@@ -446,9 +446,7 @@ class Split:
 
     def __post_init__(self) -> None:
         if self.gpus % self.context:
-            raise ConfigError(
-                f"context is {self.context} and gpus {self.gpus}: rows are shared by groups of that size."
-            )
+            raise ConfigError(f"context is {self.context} and gpus {self.gpus}: groups of that size share rows.")
         if self.gpus < 1 or self.stage not in (0, 1, 2, 3):
             raise ConfigError(f"gpus is {self.gpus} and stage {self.stage}: need at least one GPU, and stage 0 to 3.")
         if (least := {"none": 0, "optimizer": 1, "all": 3}.get(self.offload)) is None:

@@ -382,9 +382,7 @@ def without_each(row: Row, reward: Any, tokenizer: Any = None) -> Row:
     """
     texts = said_texts(row, tokenizer)
     if tokenizer is None and "texts" not in row:
-        raise DataError(
-            "what an answer says without a token needs the tokens' texts: pass tokenizer=, that of the run."
-        )
+        raise DataError("what an answer says without a token needs the tokens' texts: pass tokenizer=, the run's.")
     n, rest = len(texts), ["".join(texts[:i] + texts[i + 1 :]) for i in range(len(texts))]
     asked = ["".join(texts), *rest, *("".join(texts[: i + 1]) for i in range(n))]
     whole, *each = text_scores(reward, [row["asked"]] * len(asked), asked, tokenizer).tolist()
