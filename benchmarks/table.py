@@ -126,7 +126,7 @@ def write_page() -> None:
     text = [
         "# Performance", "",
         "`make bench` wrote this page: ours and the peer take steps in turn on the same machine, with the same model, data, order, precision and threads, and must "
-        "compute the same numbers first ([how](../benchmarks/README.md)). A ratio above 1 means that ours is faster; it is one of medians, with the range over steps. "
+        "compute the same numbers first ([how](../benchmarks/README.md); GRPO and PPO are compared so in fp32 only, and their rows in bf16 were not). A ratio above 1 means that ours is faster; it is one of medians, with the range over steps. "
         "The ratio by CPU time counts the work of both sides and hardly depends on what else runs. Memory is ours over the peer's (0.5 is half). [Results](results.md) has more settings, and GPUs are in [gpu](gpu.md).", "",
         "## Newest", "", "| what | ratio | by CPU time | memory | date | load | machine |", "|---|---|---|---|---|---|---|",
     ]  # fmt: skip
