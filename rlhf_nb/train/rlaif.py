@@ -255,11 +255,10 @@ def check_judge(judge: Judge, rows: Sequence[Row], seed: int = 0) -> Agreement:
     """
     rng = random.Random(derive_seed(seed, "check judge"))
     front = [rng.random() < 0.5 for _ in rows]
-    prompts = [r["prompt"] for r in rows]
     a, b = ([r["chosen" if f == first else "rejected"] for r, f in zip(rows, front)] for first in (True, False))
     if isinstance(judge, RewardJudge):
         judge = judge.about(columns_of(rows))
-    return agreement(verdicts_of(judge, prompts, a, b), [float(f) for f in front])
+    return agreement(verdicts_of(judge, [r["prompt"] for r in rows], a, b), [float(f) for f in front])
 
 
 def columns_of(rows: Sequence[Row]) -> dict[str, list[Any]]:
@@ -412,12 +411,11 @@ class Labelling:
             append_rows(self.path, rows)
         if revised and self.engine.is_main:
             append_rows(self.path.with_name("revisions.jsonl"), revised)
-        event = log.append("step", done, **stats, **{"perf/step_s": round(time.perf_counter() - begin, 3)})
         log.sync()
         if self.config.console and self.engine.is_main:
             labelled, pairs = (int(stats[k]) for k in ("labelled", "pairs"))
             print(f"{done}/{len(self.rows)} prompts, {labelled} of {pairs} pairs labelled", flush=True)
-        return event
+        return log.append("step", done, **stats, **{"perf/step_s": round(time.perf_counter() - begin, 3)})
 
     def _kept(self, events: Sequence[dict[str, Any]]) -> str:
         """What a job that ends early leaves."""

@@ -248,8 +248,7 @@ class LabelStore:
         fields = {"prompt": pair.prompt, "first": pair.first, "second": pair.second, "sources": list(pair.sources)}
         fields |= {"reasons": list(reasons)} if reasons else {}
         about = {"pair": pair.id, "verdict": verdict, "swapped": swapped, "seconds": round(seconds, 3)}
-        key = self._write("repeat" if again else "label", **about, **fields)
-        return self._labels[key]
+        return self._labels[self._write("repeat" if again else "label", **about, **fields)]
 
     def note(self, pair: Pair, text: str) -> None:
         """Store a remark on a pair, at once; an empty one takes it back."""
