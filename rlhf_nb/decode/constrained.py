@@ -151,8 +151,9 @@ class _Writing:
                     raise ModelError(
                         f"no token can follow in this form: {_reason(row.get_error())}. Use a simpler one."
                     )
+        moved = logits.masked_fill(~allowed.to(logits.device), -torch.inf)
         self.seconds += time.perf_counter() - begin
-        return logits.masked_fill(~allowed.to(logits.device), -torch.inf)
+        return moved
 
     def heard(self, tokens: Tensor) -> None:
         """Each row's next token."""

@@ -96,7 +96,8 @@ class FastDecoder(Blocks):
                 turn_into((qk,), (qk,), cos, sin)
             elif cos is not None and sin is not None:
                 qk = qkv[:, : heads + kv_heads]
-                qk.mul_(cos).addcmul_(qk.roll(self.head_dim // 2, -1), sin)
+                turned = qk.roll(self.head_dim // 2, -1)
+                qk.mul_(cos).addcmul_(turned, sin)
             x = layer.mlp(layer.out.add_to(x, attend(index, qkv, layer.scale)))
         return x
 

@@ -433,6 +433,7 @@ def hydra(
         raise ModelError(f"hydra needs a backbone with no adapter but the policy's; this one has {', '.join(names)}.")
     policy = policy if names else add_lora(policy, lora, "policy", seed=seed)
     name = names[0] if names else "policy"
+    reference = Reference(policy)
     if adapter is None:
         policy = add_lora(policy, lora, "value", seed=seed + 1)
         head = ScalarHead(policy.config.get_text_config().hidden_size, init="zero")
@@ -445,6 +446,6 @@ def hydra(
             load_lora_state(decoder, role, adapter.state)
     for key, p in policy.named_parameters():
         p.requires_grad_(".lora_" in key and any(f".{role}." in key for role in (name, "value")))
-    module = PolicyValue(policy, "hydra", Reference(policy), value_head=head.requires_grad_(True), reward=adapter)
+    module = PolicyValue(policy, "hydra", reference, value_head=head.requires_grad_(True), reward=adapter)
     module.value_bias.fill_(adapter.bias if adapter is not None else 0.0)
     return module.to(next(policy.parameters()).device)

@@ -506,8 +506,9 @@ class Workers:
             return 1.0
         busy = crew.busy + sum(now - t for t in [*crew.since.values()])
         crew.busy, crew.since = 0.0, dict.fromkeys(crew.since, now)
+        share = 1 - busy / max(1e-9, len(crew.threads) * (now - self._looked))
         self._looked = now
-        return min(1.0, max(0.0, 1 - busy / max(1e-9, len(crew.threads) * (now - self._looked))))
+        return min(1.0, max(0.0, share))
 
     def close(self) -> None:
         """End all processes; what they were drawing ends in an error. The next version starts others."""

@@ -98,8 +98,9 @@ def _landlock(libc: Any, folder: str, readable: Sequence[str], judge: bool) -> b
         rights &= every if os.path.isdir(path) else run | write | read
         call(445, ctypes.c_long(ruleset), word(1), ctypes.c_char_p(struct.pack("=Qi", rights, at)), word(0))
         os.close(at)
+    done = call(446, ctypes.c_long(ruleset), word(0)) == 0
     os.close(ruleset)
-    return call(446, ctypes.c_long(ruleset), word(0)) == 0
+    return done
 
 # %% ../../nbs/sandbox/runner.ipynb #7eb453ad
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}

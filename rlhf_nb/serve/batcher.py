@@ -135,8 +135,9 @@ class _Row(Answering):
         new += self.words.end() if self.finish else ""
         if new or self.finish:
             problem = "the model's logits are not finite: its weights or activations hold NaN or Inf."
+            piece = AnswerPiece(new, tuple(self.held), self.finish, problem if self.finish == "error" else "")
             self.held = []
-            self.ask.tell(AnswerPiece(new, tuple(self.held), self.finish, problem if self.finish == "error" else ""))
+            self.ask.tell(piece)
 
     def taken(self, proposed: int, count: int) -> None:
         """Learn from what became of a proposal."""

@@ -411,11 +411,12 @@ class Labelling:
             append_rows(self.path, rows)
         if revised and self.engine.is_main:
             append_rows(self.path.with_name("revisions.jsonl"), revised)
+        event = log.append("step", done, **stats, **{"perf/step_s": round(time.perf_counter() - begin, 3)})
         log.sync()
         if self.config.console and self.engine.is_main:
             labelled, pairs = (int(stats[k]) for k in ("labelled", "pairs"))
             print(f"{done}/{len(self.rows)} prompts, {labelled} of {pairs} pairs labelled", flush=True)
-        return log.append("step", done, **stats, **{"perf/step_s": round(time.perf_counter() - begin, 3)})
+        return event
 
     def _kept(self, events: Sequence[dict[str, Any]]) -> str:
         """What a job that ends early leaves."""

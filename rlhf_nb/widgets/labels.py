@@ -248,7 +248,8 @@ class LabelStore:
         fields = {"prompt": pair.prompt, "first": pair.first, "second": pair.second, "sources": list(pair.sources)}
         fields |= {"reasons": list(reasons)} if reasons else {}
         about = {"pair": pair.id, "verdict": verdict, "swapped": swapped, "seconds": round(seconds, 3)}
-        return self._labels[self._write("repeat" if again else "label", **about, **fields)]
+        key = self._write("repeat" if again else "label", **about, **fields)
+        return self._labels[key]
 
     def note(self, pair: Pair, text: str) -> None:
         """Store a remark on a pair, at once; an empty one takes it back."""
