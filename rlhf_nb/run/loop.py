@@ -778,6 +778,11 @@ def _observers(config: TrainConfig, callbacks: Iterable[Callback]) -> Callbacks:
     return observers
 
 
+def _position(source: Source) -> dict[str, Any]:
+    """How far a run is in its data: epochs, and of a mix the rows that each source gave."""
+    return {"epoch": source.epoch, **{f"data/{k}": n for k, n in getattr(source, "shares", {}).items()}}
+
+
 @contextmanager
 def _same_numbers_after() -> Iterator[None]:
     """What is drawn inside changes no random number that is drawn afterwards."""
