@@ -580,7 +580,8 @@ class Trainer:
                 if self.exhausted:
                     self.boundary.evaluate_and_save(flags := Flags(True, evaluate=True, reason="no more rows"))
                     break
-                flags = self.boundary.cross(self.finish_step(self.update(self.collect(batch))), stop)
+                stats = self.update(self.collect(batch))
+                flags = self.boundary.cross(self.finish_step(stats), stop)
             self.history.stopped = flags.reason or ("asked to stop" if flags.stop else None)
         self.saves.put_back(self)
         self.method.finish_run()
@@ -635,11 +636,7 @@ class Trainer:
         """Close a step: its number, its event, the method's controllers; raises the step's failure, if any."""
         lr = self.engine.set_lr(self.step)
         self.step += 1
-        shares = {
-            f"data/{k}": n for k, n in getattr(self.source, "shares", {}).items()
-        }  # of a mix, rows of each source
-        told = {"lr": lr, "epoch": self.source.epoch, **shares}
-        fields = {**stats, **self.method.metrics(), **told, **self.meter.report()}
+        fields = {**stats, **self.method.metrics(), "lr": lr, **_position(self.source), **self.meter.report()}
         self.method.finish_step(self.step)
         event = self.event("step", **fields)
         self.history.append(event)
