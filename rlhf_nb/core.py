@@ -263,7 +263,7 @@ def rng_state() -> dict[str, Tensor]:
     """The state of every random generator as tensors, so that a safetensors file can hold it.
 
     Returns:
-        "python" and "numpy" (int64), "torch" (uint8), and "cuda.0", "cuda.1", ..., "mps" where they are in use.
+        "python" (int64[628]), "numpy" (int64[627]), "torch" (uint8[n]); "cuda.0", "cuda.1", ..., "mps" where in use.
     """
     version, words, gauss = random.getstate()
     python = [version, int(gauss is not None), _float_bits(float(gauss or 0.0)), *words]
@@ -281,7 +281,7 @@ def set_rng_state(state: dict[str, Tensor]) -> None:
     """Continue every random sequence where `rng_state()` was taken.
 
     Args:
-        state: what `rng_state()` returned, perhaps in another process.
+        state: what `rng_state()` returned, perhaps in another process; each tensor is [n] numbers.
 
     Raises:
         CheckpointError: a generator's state is missing, has the wrong size, or is not one.

@@ -46,8 +46,11 @@ def remember(x: Tensor, kept: Tensor) -> Tensor:
     """x, with the host's copy beside it from now on.
 
     Args:
-        x: on any device.
-        kept: the same numbers on the CPU.
+        x: of any shape, on any device.
+        kept: the same numbers on the CPU, so any shape, too.
+
+    Returns:
+        `x`, of any shape.
     """
     if x.device.type != "cpu":
         x.__dict__[_KEPT] = (_version(x), kept)
@@ -58,7 +61,10 @@ def host(x: Tensor) -> Tensor:
     """A tensor's numbers on the CPU: itself, what was kept, or a copy, for which the device is waited.
 
     Args:
-        x: on any device; what was changed in place since is copied again.
+        x: of any shape, on any device; what was changed in place since is copied again.
+
+    Returns:
+        Of that shape, any shape, without gradient.
     """
     kept = _known(x)
     if kept is None:
@@ -71,8 +77,11 @@ def sent(x: Tensor, device: torch.device | str) -> Tensor:
     """A tensor on a device, with the host's copy beside it; to a GPU from pinned memory, so that the host doesn't wait.
 
     Args:
-        x: on the CPU, usually; as it is, if it is there already.
+        x: of any shape; on the CPU, usually; as it is, if it is there already.
         device: where to. `RLHF_NB_PINNED=0` sends from ordinary memory.
+
+    Returns:
+        Of that shape, any shape.
     """
     place = torch.device(device)
     if x.device.type != "cpu" or place.type == "cpu":
@@ -85,8 +94,11 @@ def along(f: Callable[..., Tensor], *xs: Tensor) -> Tensor:
     """f(*xs); and where the host knows all of them, it knows the result, too.
 
     Args:
-        f: of tensors that are all on the device, or all on the CPU.
+        f: of tensors that are all on the device, or all on the CPU; any shapes.
         xs: its arguments.
+
+    Returns:
+        Of any shape that f makes.
     """
     y, kept = f(*xs), [_known(x) for x in xs]
     if y.device.type == "cpu" or any(k is None for k in kept):
@@ -113,8 +125,11 @@ def sent_together(xs: Sequence[Tensor], device: torch.device | str) -> list[Tens
     """Several tensors of the CPU on a device, those of one kind in one message.
 
     Args:
-        xs: on the CPU.
+        xs: on the CPU, of any shapes.
         device: where to.
+
+    Returns:
+        As many, of the same shapes, any shapes.
     """
     if torch.device(device).type == "cpu":
         return list(xs)
@@ -395,7 +410,15 @@ def _check_lens(owner: Batch, name: str, ids: str) -> None:
 
 # %% ../nbs/types.ipynb #6ed45577
 def within(x: Tensor, mask: Tensor) -> Tensor:
-    """x where a mask is 1, and 0 elsewhere; known to the host where both are."""
+    """x where a mask is 1, and 0 elsewhere; known to the host where both are.
+
+    Args:
+        x: of any shape.
+        mask: bool, any shape that broadcasts with that of `x`.
+
+    Returns:
+        Of the shape of both, any shape.
+    """
     return along(lambda v, m: torch.where(m, v, 0.0), x, mask)
 
 

@@ -53,6 +53,26 @@ def sft(lora: bool = False, **over: Any) -> Any:
     return SFTTrainer(SFTConfig.preset("toy", **common(**over)), *toy_model(lora), rows=toy.sft_rows(80))
 
 
+def qwen3(lora: bool = False, **over: Any) -> Any:
+    """Norms of single heads, and fewer heads of keys than of queries."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from rlhf_nb.config import LoraSettings
+    from rlhf_nb.data import toy
+    from rlhf_nb.models.adapters import add_lora
+    from rlhf_nb.train.sft import SFTConfig, SFTTrainer
+
+    tokenizer = toy.build_tokenizer()
+    sizes = {"hidden_size": 24, "intermediate_size": 54, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "vocab_size": len(tokenizer)}
+    torch.manual_seed(3)
+    more = {"num_key_value_heads": 2, "head_dim": 10, "initializer_range": 0.05, "tie_word_embeddings": False}
+    model = Qwen3ForCausalLM(Qwen3Config(**sizes, **ids, **more)).eval()
+    model = add_lora(model, LoraSettings(r=4), seed=0) if lora else model
+    return SFTTrainer(SFTConfig.preset("toy", **common(**over)), model, tokenizer, rows=toy.sft_rows(80))
+
+
 def reward(lora: bool = False, **over: Any) -> Any:
     from rlhf_nb.data import toy
     from rlhf_nb.train.reward import RewardConfig, RewardTrainer
@@ -223,6 +243,7 @@ def evaluations(root: Path, held: int = 7) -> dict[str, dict[str, float]]:
     return out
 
 
+LAYERS = {"qwen3": qwen3}  # cases of `test_tensor.py` alone
 CASES = {
     f.__name__: f
     for f in (
@@ -248,7 +269,7 @@ LORA = ("sft", "reward", "process", "dpo", "kto", "ppo", "grpo", "rloo", "online
 def make(case: str, **over: Any) -> Any:
     """The trainer of a case."""
     lora = {"lora": True} if case.endswith("_lora") else {}
-    return CASES[case.removesuffix("_lora")](**lora, **over)
+    return (CASES | LAYERS)[case.removesuffix("_lora")](**lora, **over)
 
 
 def rank_main(case: str, folder: Path, resume: bool, **over: Any) -> None:

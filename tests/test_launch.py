@@ -127,10 +127,11 @@ def processes_of(folder: Path) -> list[int]:
 
 @pytest.mark.slow
 @needs_deepspeed
-def test_kills_change_nothing(tmp_path: Path, kills: int = 10, length: int = 20) -> None:
-    """Ten times `kill -9` of any rank at any moment, PPO under ZeRO-3: restarted, the same weights, nobody left."""
+@pytest.mark.parametrize(("strategy", "kills", "length"), [("zero3", 10, 20), ("fsdp2+tp2", 2, 6)])
+def test_kills_change_nothing(tmp_path: Path, strategy: str, kills: int, length: int) -> None:
+    """`kill -9` of any rank at any moment, PPO: restarted, the same weights, nobody left."""
     straight, folder, rng = tmp_path / "straight", tmp_path / "killed", random.Random(3)
-    run_ranks("ppo", straight, 2, "zero3", save_every=2, steps=length)
+    run_ranks("ppo", straight, 2, strategy, save_every=2, steps=length)
     done: list[tuple[int, int]] = []  # rank, step
     gone: set[int] = set()
 
@@ -158,7 +159,7 @@ def test_kills_change_nothing(tmp_path: Path, kills: int = 10, length: int = 20)
         save_every=2,
         steps=length,
         num_processes=2,
-        strategy="zero3",
+        strategy=strategy,
         device="cpu",
         run_dir=folder,
         restarts=kills + 2,

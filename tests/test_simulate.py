@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from rlhf_nb.cli.main import app
 from rlhf_nb.core import ConfigError
 from rlhf_nb.scale.predict import named_gpu
-from rlhf_nb.scale.simulate import Hazards, Layout, fastest, simulate_run, simulated_hours
+from rlhf_nb.scale.simulate import DrawLayout, Hazards, fastest, simulate_run, simulated_hours
 from rlhf_nb.scale.topology import DecoderShape, Job
 
 
@@ -136,8 +136,8 @@ def test_a_plan_searches_split_and_lag_and_says_what_each_part_takes(tmp_path: P
 
 
 def test_the_least_stale_of_layouts_that_are_as_fast() -> None:
-    def way(drawers: int, lag: int) -> Layout:
-        return Layout(drawers, lag, 4.0, 4.0, 0.0, 1.0, 64)
+    def way(drawers: int, lag: int) -> DrawLayout:
+        return DrawLayout(drawers, lag, 4.0, 4.0, 0.0, 1.0, 64)
 
     calm = Hazards()
     assert fastest([way(4, lag) for lag in range(5)], 8, calm)[0].lag == 1  # lag 1 hides all that can be hidden

@@ -51,6 +51,41 @@ def test_a_tensor_without_a_shape_is_seen() -> None:
     assert [line.split(" is ")[0] for line in shapeless(plain)] == ["f: x", "f: y"]
 
 
+SAID = re.compile(r"\[[A-Za-z0-9….][^\]]*\]|\bscalar|\bany shape")
+
+
+def unsaid(text: str) -> tuple[list[str], int]:
+    """Plain tensors of public functions of which neither signature nor docstring says the shape; and how many there are."""
+    tree = ast.parse(text)
+    lists = [n.value for n in tree.body if isinstance(n, ast.Assign) and getattr(n.targets[0], "id", "") == "__all__"]
+    public = {e.value for x in lists if isinstance(x, ast.List) for e in x.elts if isinstance(e, ast.Constant)}
+    found, seen = [], 0
+    for node in tree.body:
+        if not isinstance(node, ast.FunctionDef) or node.name not in public:
+            continue
+        lines = (ast.get_docstring(node) or "").splitlines()
+        args = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        kinds = {a.arg: ast.unparse(a.annotation) for a in args if a.annotation} | {
+            "return": ast.unparse(node.returns) if node.returns else ""
+        }
+        for name, kind in kinds.items():
+            if re.search(r"\bTensor\b", SHAPED.sub("", kind.replace("'", '"'))):
+                of_args = [line for line in lines if re.match(r"\s+\w+(, \w+)*:", line)]
+                own = [x for x in lines if x not in of_args] if name == "return" else [x for x in lines if re.search(rf"\b{name}\b", x)]  # fmt: skip
+                seen += 1
+                found += [] if any(map(SAID.search, own)) else [f"{node.name}: {name}"]
+    return found, seen
+
+
+def test_docstrings_say_the_shapes_that_signatures_leave_out() -> None:
+    """No exception: a tensor of any shape, a scalar, or [its dimensions]."""
+    said = {p: unsaid(p.read_text(encoding="utf-8")) for p in sorted((ROOT / "rlhf_nb").rglob("*.py"))}
+    assert sum(n for _, n in said.values()) > 250
+    assert not any(found for found, _ in said.values()), {p.stem: found for p, (found, _) in said.items() if found}
+    plain = '__all__ = [\'f\']\ndef f(x: Tensor, y: Tensor) -> Tensor:\n    """F.\n\n    Args:\n        x: [B], why.\n        y: more.\n    """'
+    assert unsaid(plain) == (["f: y", "f: return"], 3)
+
+
 def test_columns_of_batches_say_their_shapes() -> None:
     tree = ast.parse((ROOT / "rlhf_nb" / "types.py").read_text(encoding="utf-8"))
     fields = [

@@ -185,8 +185,8 @@ def decode_states(
             all of them.
         sparse: the embedding's gradient as a sparse tensor, to be added to a dense one of the same weight.
         branches: what `mask` says, as lengths; needs `real`. Then attention goes along them, without mask and padding.
-        again: called as again(module, f, ...) instead of f(...) for each layer, so that it may forget what f computed;
-            None: all is kept.
+        again: called as again(module, f, layer, x, last) instead of f(layer, x, last), x and the result [M, H], so that
+            it may forget what f computed; None: all is kept.
         flat: attention along the tokens of `real`; where it works, there is neither mask nor padding.
 
     Returns:

@@ -31,7 +31,7 @@ def copied(weight: Tensor, dtype: torch.dtype, size: int, max_bytes: int) -> boo
     each step would round anew.
 
     Args:
-        weight: of the embedding, which says where the model is and in which number format.
+        weight: [V, H], of the embedding, which says where the model is and in which number format.
         dtype: of products.
         size: numbers in the projections.
         max_bytes: above it, copies are made only where they save the rounding. They take no more room than the
@@ -159,7 +159,7 @@ def decode_step(decoder: FastDecoder, slots: Slots, choose: Choose, column: Tens
     """One token for every slot in use: feed the last ones, attend over the cache, choose, record.
 
     Args:
-        column: where the keys and values of the tokens being fed go, a 0-dim tensor: the form a CUDA graph can replay.
+        column: int64 scalar, where the keys and values of the tokens being fed go: the form a CUDA graph can replay.
     """
     n, heads, kv_heads, cache = slots.count, decoder.heads, decoder.kv_heads, slots.cache[:, :, : slots.count]
     slots.mask[:n].index_fill_(-1, column.view(1), 0.0)

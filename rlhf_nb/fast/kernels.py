@@ -207,6 +207,11 @@ def norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     Args:
         x: [..., H]; weight: [H]; eps: added to the mean square.
         dtype: of the result.
+
+    Returns:
+        [..., H].
+
+    Source: Zhang & Sennrich, arXiv 1910.07467.
     """
     return _Norm.apply(x, weight, eps, dtype)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -239,6 +244,11 @@ def gate(a: Tensor, b: Tensor) -> Tensor:
 
     Args:
         a, b: [M, F] each, of one number format; rows may lie apart.
+
+    Returns:
+        [M, F].
+
+    Source: Shazeer, arXiv 2002.05202.
     """
     a, b = (x if x.stride(-1) == 1 else x.contiguous() for x in (a, b))
     return _Gate.apply(a, b)  # type: ignore[no-any-return, no-untyped-call]
@@ -253,6 +263,11 @@ def turn_into(
         to, heads: [M, heads, D] each; the heads of a token lie side by side.
         cos, sin: [M, 1, D], as `fast.linear.rotary_table` gives them.
         sign: −1: the transposed rotation, which a gradient goes through.
+
+    Returns:
+        `to`, [M, heads, D] each.
+
+    Source: Su et al., arXiv 2104.09864, in the half-split layout of Llama.
     """
     q, k, to_q, to_k = heads[0], heads[-1], to[0], to[-1]
     kv_heads = _power(k.shape[1]) if len(heads) > 1 else 0
@@ -282,7 +297,15 @@ class _Turn(torch.autograd.Function):
 
 
 def turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys turned to their positions; see `turn_into`."""
+    """Queries and keys turned to their positions; see `turn_into`.
+
+    Args:
+        q, k: [M, heads, D] and [M, heads of keys, D].
+        cos, sin: [M, 1, D].
+
+    Returns:
+        Both turned, of the same shapes: [M, heads, D] and [M, heads of keys, D].
+    """
     q, k = (x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous() for x in (q, k))
     return _Turn.apply(q, k, cos, sin)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -320,6 +343,9 @@ def logit_slope_(
             loss.
         by_logp, by_entropy: float32[N], the loss's gradient with respect to log-probs and entropies.
         factor: logits were multiplied by it.
+
+    Returns:
+        `z`, [N, V], overwritten.
     """
     has, block = entropy is not None, 2048
     if len(z):

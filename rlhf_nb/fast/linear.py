@@ -60,6 +60,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, rounded: bool = False) -> Te
         rounded: the result only enters products, so that it may be in autocast's number format already; ours for GPUs
             does it (`fast.kernels`).
 
+    Returns:
+        [..., H].
+
     Source: Zhang & Sennrich, arXiv 1910.07467.
     """
     if x.is_cuda and kernels.fused(x.device, x.dtype):
@@ -93,6 +96,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Args:
         x: [M, heads, D].
         cos, sin: [M, 1, D], as `rotary_table` gives them.
+
+    Returns:
+        [M, heads, D].
 
     Source: Su et al., arXiv 2104.09864, in the half-split layout of Llama.
     """
@@ -179,7 +185,7 @@ def may_add_in_place(w: Tensor) -> bool:
     """Whether a backward pass may add to a weight's gradient itself now.
 
     Args:
-        w: the weight; where it has hooks, they must see the gradient.
+        w: the weight, of any shape; where it has hooks, they must see the gradient.
     """
     hooks = w._backward_hooks or getattr(w, "_post_accumulate_grad_hooks", None)
     return _InPlace.allowed > 0 and w.is_leaf and not hooks
@@ -192,6 +198,9 @@ def add_product(total: Tensor | None, g: Tensor, x: Tensor, whole: bool = False)
         total: [V, H], which is overwritten; None: 0.
         g: [N, V]; x: [N, H].
         whole: no other part follows.
+
+    Returns:
+        [V, H]; float32 where parts in half precision add up.
     """
     if total is not None and total.dtype == g.dtype:
         return total.addmm_(g.T, x)
@@ -273,7 +282,15 @@ def _key(w: Tensor) -> tuple[int, torch.Size]:
 
 
 def half_of(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """A weight in another number format: the one copy inside `half_copies`, or a new one."""
+    """A weight in another number format: the one copy inside `half_copies`, or a new one.
+
+    Args:
+        weight: of any shape.
+        dtype: wanted.
+
+    Returns:
+        Of that shape, any shape, without gradient.
+    """
     copies = _copies.get() if dtype != weight.dtype else None
     half = copies.of(weight, dtype) if copies else None
     return weight.detach().to(dtype) if half is None else half
@@ -327,6 +344,9 @@ def rounded_products(x: Tensor, modules: list[nn.Module]) -> list[Tensor] | None
     Args:
         x: [M, H].
         modules: side by side.
+
+    Returns:
+        [M, out] of each module.
     """
     kind = x.device.type
     if not (kind == "cpu" or kernels.fused(x.device)) or x.dim() != 2 or not torch.is_autocast_enabled(kind):
@@ -362,7 +382,12 @@ def gated_silu(a: Tensor, b: Tensor) -> Tensor:
     """silu(a) · b.
 
     Args:
-        a, b: of one shape and number format.
+        a, b: [M, F] each, of one number format.
+
+    Returns:
+        [M, F].
+
+    Source: Shazeer, arXiv 2002.05202.
     """
     if a.is_cuda and kernels.fused(a.device, a.dtype):
         return kernels.gate(a, b)
@@ -379,6 +404,9 @@ PACK = range(
 def pays_to_pack(weight: Tensor) -> bool:
     """Whether a weight is better laid out once for all products of few rows than anew in each of them: float32 and
     bfloat16 on x86 with oneDNN.
+
+    Args:
+        weight: [out, in].
     """
     fits = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16) and weight.numel() in PACK
     if not fits or platform.machine() not in ("x86_64", "AMD64"):

@@ -467,13 +467,26 @@ def _save_head(model: ScalarModel, folder: Path) -> None:
 
 # %% ../../nbs/models/heads.ipynb #d5e927af
 def lora_state(module: nn.Module, adapter: str) -> dict[str, Tensor]:
-    """One adapter's weights, by names relative to `module` and without the adapter's own name."""
+    """One adapter's weights, by names relative to `module` and without the adapter's own name.
+
+    Args:
+        module: with adapters of peft.
+        adapter: its name.
+
+    Returns:
+        "…lora_A.weight": [rank, in], "…lora_B.weight": [out, rank]; the module's own memory, without gradient.
+    """
     part = f".{adapter}."
     return {k.replace(part, "."): v.detach() for k, v in module.state_dict().items() if ".lora_" in k and part in k}
 
 
 def load_lora_state(module: nn.Module, adapter: str, state: dict[str, Tensor]) -> None:
     """Copy weights into an adapter that exists already.
+
+    Args:
+        module: with adapters of peft.
+        adapter: its name.
+        state: as `lora_state` gives it, [rank, in] and [out, rank].
 
     Raises:
         ModelError: the adapter has other layers or another rank.

@@ -525,7 +525,8 @@ def merged_weights(module: nn.Module, adapter: str | None = None) -> dict[str, T
         adapter: the one to merge; None merges none.
 
     Returns:
-        A state dict with the plain model's keys; weights without adapters are the module's own tensors.
+        A state dict with the plain model's keys and shapes, [out, in] of a projection; weights without adapters are the
+        module's own tensors.
 
     Raises:
         ModelError: adapters of a kind that can't be merged (other than LoRA and DoRA).
@@ -629,8 +630,8 @@ def compare_outputs(saved: Tensor, model: Tensor, what: str, where: str | Path) 
     """Raise ModelError unless a reloaded model computes what the model in memory does.
 
     Args:
-        saved: outputs of the reloaded model.
-        model: outputs of the model in memory.
+        saved: outputs of the reloaded model, of any shape.
+        model: outputs of the model in memory, any shape; another one than that of `saved` is an error.
         what: named in the message.
         where: the directory.
 
@@ -695,7 +696,7 @@ def save_weights(
     Args:
         model_class: class of the model they are to be loaded as.
         config: its configuration; a copy without quantization is written.
-        weights: state dict of that class.
+        weights: state dict of that class, each tensor of the class's own shape, [out, in] of a projection.
         folder: where to.
         generation_config: written too, if given.
     """
@@ -711,7 +712,12 @@ def save_weights(
 
 
 def check_whole(adapter: str, weights: dict[str, Tensor]) -> None:
-    """Raise ModelError if an adapter's weights aren't all on this rank."""
+    """Raise ModelError if an adapter's weights aren't all on this rank.
+
+    Args:
+        adapter: its name, for the message.
+        weights: by name, [rank, in] and [out, rank]; one without numbers lies on another rank.
+    """
     empty = [k for k, v in weights.items() if v.numel() == 0]
     if empty or not weights:
         share = f"{len(empty)} empty tensors of {len(weights)}"
@@ -754,6 +760,12 @@ def plain_logits(kind: Any, folder: Path, dtype: torch.dtype, ids: Tensor, shown
         folder, shown: where it is, and how messages call that.
         dtype: of its weights.
         ids: int64[B, T].
+
+    Returns:
+        [B, T, V], or [B, labels] of a classifier.
+
+    Raises:
+        ModelError: weights are missing, or belong to a head that `kind` doesn't have.
     """
     model, info = kind.from_pretrained(folder, dtype=dtype, output_loading_info=True, use_safetensors=True)
     check_loaded(model, str(shown), info if "CausalLM" in kind.__name__ else {**info, "unexpected_keys": ()})

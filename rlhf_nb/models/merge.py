@@ -27,7 +27,14 @@ __all__ = ['ALMOST_PARALLEL', 'MERGE_RECORD', 'wide_copy', 'linear', 'slerp', 'w
 
 # %% ../../nbs/models/merge.ipynb #a340007
 def wide_copy(x: Tensor) -> Tensor:
-    """A tensor in fp32, or wider if it is: a fresh one, which may be changed."""
+    """A tensor in fp32, or wider if it is: a fresh one, which may be changed.
+
+    Args:
+        x: of any shape.
+
+    Returns:
+        Of that shape, any shape, in float32 or float64.
+    """
     return x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
 
 
@@ -35,9 +42,12 @@ def linear(tensors: Sequence[Tensor] | Lazy, weights: Sequence[float], normalize
     """The weighted mean of tensors.
 
     Args:
-        tensors: of one shape, one a model.
+        tensors: one a model, all of one shape, which may be any shape.
         weights: one a model.
         normalize: divide by the sum of the weights; False: the plain weighted sum.
+
+    Returns:
+        Of any shape that they have, float32 or wider.
 
     Raises:
         ConfigError: see `total_of`.
@@ -64,8 +74,11 @@ def slerp(a: Tensor, b: Tensor, t: float) -> Tensor:
     """Two tensors interpolated along the arc between them.
 
     Args:
-        a, b: of one shape.
+        a, b: of one shape, any shape; the angle is that of all numbers as one vector.
         t: 0: the first; 1: the second.
+
+    Returns:
+        Of any shape that they have, float32 or wider.
 
     Source: Shoemake, "Animating rotation with quaternion curves" (1985).
     """
@@ -84,8 +97,13 @@ def warp(deltas: Sequence[Tensor] | Lazy, weights: Sequence[float]) -> Tensor:
     """Task vectors merged by SLERP, one after the other.
 
     Args:
-        deltas: task vectors of one shape.
+        deltas: task vectors of one shape, any shape.
         weights: one a vector, > 0; equal ones give each a fair share.
+
+    Returns:
+        Of any shape that they have, float32 or wider.
+
+    Source: WARP, arXiv 2406.16768.
     """
     out, sum_ = wide_copy(deltas[0]), weights[0]
     for i in range(1, len(weights)):
@@ -116,8 +134,11 @@ def merged_tensor(
     Args:
         recipe: how.
         name: of the tensor.
-        models: in the recipe's order; state dicts, or `ModelTensors`.
-        base: where the recipe has one.
+        models: in the recipe's order; state dicts, or `ModelTensors`. `name` has one shape in all, any shape.
+        base: where the recipe has one; of any shape that the models' tensor has.
+
+    Returns:
+        Of that shape, any shape.
     """
     weights, column = [p.weight for p in recipe.models], Lazy(lambda i: models[i][name])
     if recipe.method == "linear":

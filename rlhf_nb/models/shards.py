@@ -77,6 +77,9 @@ def read_tensor(name: str, entry: TensorEntry) -> Tensor:
     Args:
         name: in its file.
         entry: where it is.
+
+    Returns:
+        Of any shape; in the number format of the file, on the CPU.
     """
     with safe_open(str(entry.file), "pt") as opened:
         tensor: Tensor = opened.get_tensor(name)
@@ -276,7 +279,7 @@ def write_shards(
     Args:
         folder: where to.
         table: number format and shape of each tensor.
-        tensor: makes one; asked once for each, in the order of the files.
+        tensor: makes one, of any shape that the table says; asked once for each, in the order of the files.
         most: bytes of one file.
 
     Returns:

@@ -91,6 +91,9 @@ def filter_logps(logps: Tensor, sampling: SamplingConfig) -> Tensor:
         logps: float[B, V], log-probabilities (−inf where forbidden already).
         sampling: `top_k` (0 = off), `top_p` (1 = off), `min_p` (0 = off).
 
+    Returns:
+        float[B, V], in nats, not normalised again.
+
     Source: top-k (arXiv 1805.04833), nucleus (arXiv 1904.09751, §3.1), min-p (arXiv 2407.01082).
     """
     if 0 < sampling.top_k < logps.shape[-1]:

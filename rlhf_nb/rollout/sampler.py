@@ -56,7 +56,15 @@ def earlier(prompts: PromptBatch) -> Tensor:
 
 def addresses(prompts: PromptBatch, num_samples: int) -> tuple[Tensor, Tensor]:
     """Of each of B · num_samples answers, those of a prompt contiguous: the row of its prompt, and the sample's number
-    there."""
+    there.
+
+    Args:
+        prompts: B of them.
+        num_samples: answers of each.
+
+    Returns:
+        int64[B · num_samples] each; a prompt that occurs again is numbered on.
+    """
     rows = torch.arange(len(prompts)).repeat_interleave(num_samples)
     return rows, earlier(prompts)[rows] * num_samples + torch.arange(num_samples).repeat(len(prompts))
 
@@ -379,7 +387,7 @@ def draw(
         sampling: further settings of `SamplingConfig`: temperature, top_p, ...
 
     Returns:
-        B lists of token ids, and for each a float32 tensor with the log-prob of each of them, at the temperature,
+        B lists of n token ids, and for each float32[n], the log-prob of each of them in nats, at the temperature,
         before filters.
     """
     batch, how = PromptBatch.from_lists(prompts), SamplingConfig(max_new_tokens=max_new_tokens, **sampling)

@@ -106,7 +106,7 @@ def packed(what: Any, tensors: Mapping[str, Tensor]) -> bytes:
 
     Args:
         what: to be sent.
-        tensors: by name; they are left out, and `unpacked` puts others of these names in their places.
+        tensors: by name, of any shape; they are left out, and `unpacked` puts others of these names in their places.
 
     Raises:
         ConfigError: it can't be sent.
@@ -126,7 +126,12 @@ def packed(what: Any, tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def unpacked(data: bytes, tensors: Mapping[str, Tensor]) -> Any:
-    """The object that `packed` sent, with these tensors."""
+    """The object that `packed` sent, with these tensors.
+
+    Args:
+        data: bytes of this user's own process; unpickling runs what they say.
+        tensors: by name, of any shape.
+    """
     unpickler = importlib.import_module("dill").Unpickler(io.BytesIO(data))
     unpickler.persistent_load = tensors.__getitem__
     return unpickler.load()

@@ -42,6 +42,9 @@ def split_state(state: Any, at: str = "") -> tuple[Any, dict[str, torch.Tensor]]
             tensors.
         at: path of `state` in a larger one.
 
+    Returns:
+        The state with a mark in the place of each tensor, and the tensors, of any shape, by path.
+
     Raises:
         CheckpointError: the state has something else.
     """
@@ -67,7 +70,12 @@ def split_state(state: Any, at: str = "") -> tuple[Any, dict[str, torch.Tensor]]
 
 # %% ../../nbs/run/checkpoint.ipynb #28cad55a
 def join_state(state: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """The opposite of `split_state`."""
+    """The opposite of `split_state`.
+
+    Args:
+        state: with marks.
+        tensors: by path, of any shape.
+    """
     if isinstance(state, dict):
         if set(state) == {_MARK}:
             return tensors[state[_MARK]]
@@ -307,6 +315,9 @@ def load_checkpoint(
         folder: of the checkpoint.
         verify: False where another rank has checked the same files.
 
+    Returns:
+        {group: {name: tensor of any shape}}, read from the disk when asked for; and the metadata.
+
     Raises:
         CheckpointError: something is missing or has changed.
     """
@@ -427,7 +438,14 @@ class _Joined(Mapping[str, torch.Tensor]):
 
 # %% ../../nbs/run/checkpoint.ipynb #58a933a0
 def snapshot(tensors: dict[str, dict[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
-    """Copies in main memory that later updates in place cannot touch."""
+    """Copies in main memory that later updates in place cannot touch.
+
+    Args:
+        tensors: {group: {name: tensor of any shape}}.
+
+    Returns:
+        The same names, tensors of the same shapes, any shapes, on the CPU.
+    """
     return {
         g: {k: v.detach().to("cpu", copy=True).contiguous() for k, v in named.items()} for g, named in tensors.items()
     }

@@ -116,8 +116,11 @@ def weigh(terms: Terms, counts: Mapping[str, Tensor], device: torch.device) -> T
 
     Args:
         terms: of `method.loss`.
-        counts: the denominator of each term.
+        counts: the denominator of each term, a scalar: tokens, rows or pairs of the whole mini-batch.
         device: where the loss is.
+
+    Returns:
+        A scalar, with gradient.
 
     Raises:
         RunError: a term has no denominator.
@@ -648,8 +651,8 @@ def same_versions() -> None:
 def engine_state(engine: Engine) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
     """Model and optimizer as (tensors by group, JSON): only what trains, buffers, and the optimizer's averages.
 
-    With several processes the tensors are this rank's parts, flat, and `slices` says where they lie:
-    {group: {name: (shape of the whole, start)}}.
+    Tensors have any shape; with several processes they are this rank's parts, flat ([n]), and `slices` says where they
+    lie: {group: {name: (shape of the whole, start)}}.
     """
     module, _, settings = engine._prepared()
     strategy = engine.strategy
@@ -680,6 +683,11 @@ def engine_state(engine: Engine) -> tuple[dict[str, dict[str, Tensor]], dict[str
 
 def load_engine_state(engine: Engine, tensors: Mapping[str, Mapping[str, Tensor]], meta: dict[str, Any]) -> None:
     """Put back what `engine_state` took, as whole tensors; any number of processes, any strategy may have saved them.
+
+    Args:
+        engine: prepared, of the same model.
+        tensors: {"model": {name: ...}, "optimizer": ...}, of any shape that the model's have.
+        meta: the JSON beside them.
 
     Raises:
         CheckpointError: it belongs to another model, or another optimizer.

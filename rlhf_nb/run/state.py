@@ -44,6 +44,9 @@ def run_state(run: Any) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
 
     Args:
         run: a trainer.
+
+    Returns:
+        Groups "model", "optimizer", "method", "source" and "rng-RANK" of tensors of any shape; and what JSON can hold.
     """
     engine = run.engine
     tensors, engine_meta = engine_state(engine)

@@ -522,6 +522,7 @@ class Sharded(SharedOut):
 
     def __init__(self, device: torch.device, layout: Layout = ONE) -> None:
         super().__init__(connect_plain(device), layout)
+        self.team: Any = None  # with tensor parallelism
 
     def optimize(
         self, module: nn.Module, settings: OptimizerConfig, rates: Rates | None = None
@@ -534,12 +535,18 @@ class Sharded(SharedOut):
         check_insides(module, _MODULE, "torch")
         build_optimizer(module, settings, rates)  # half-precision trainables become float32 before they are split
         self.module, self.clip, self.frozen = module, settings.max_grad_norm, frozen_fingerprint(module)
-        copies, names = self.layout.replicas, ("replicate", "shard")
-        grid = init_device_mesh(self.device.type, (copies, self.processes // copies), mesh_dim_names=names)
-        mesh = grid if copies > 1 else grid["shard"]
+        copies, ways, names = self.layout.replicas, self.layout.tensor, ("replicate", "shard")
+        of: Callable[[Any], Any] = lambda grid: grid[names] if copies > 1 else grid["shard"]
+        kind, share = self.device.type, self.processes // copies
+        mesh = every = of(init_device_mesh(kind, (copies, share), mesh_dim_names=names))
+        if ways > 1:
+            from rlhf_nb.run.tensor import Team
+
+            grid = init_device_mesh(kind, (copies, share // ways, ways), mesh_dim_names=(*names, "tensor"))
+            self.team, mesh = Team(module, grid["tensor"]), of(grid)
         for block in blocks_of(module):
             fully_shard(block, mesh=mesh)
-        fully_shard(module, mesh=mesh)
+        fully_shard(module, mesh=every)
         self.optimizer = build_optimizer(module, settings, rates)
         return self.optimizer
 
@@ -559,6 +566,8 @@ class Sharded(SharedOut):
 
     def step(self, vector: Tensor, guarded: bool) -> tuple[float, list[float], bool]:
         """Clip and update, unless something is not finite; see `Strategy.step`."""
+        if self.team:
+            self.team.level(self.processes)
         shared = [p.grad for p in self.module.parameters() if p.requires_grad and p.grad is not None]
         grads, copies = [_local(g) for g in shared], [self.processes // _sharers(g) for g in shared]
         alike = [global_norm([g for g, m in zip(grads, copies) if m == n]).square() / n for n in {*copies}]
@@ -587,7 +596,8 @@ class Sharded(SharedOut):
         for m, before in saving:
             m._state_dict_pre_hooks = type(before)()
         try:
-            yield False
+            with self.team.whole() if self.team else nullcontext():
+                yield False
         finally:
             for m, before in saving:
                 m._state_dict_pre_hooks = before

@@ -196,7 +196,11 @@ def _muon(module: nn.Module, groups: list[dict[str, Any]], settings: OptimizerCo
 
 # %% ../../nbs/run/strategy.ipynb #f1d24484
 def global_norm(grads: Sequence[Tensor]) -> Tensor:
-    """Euclidean norm of all gradients together, as a scalar tensor on their device (no host sync)."""
+    """Euclidean norm of all gradients together, as a scalar tensor on their device (no host sync).
+
+    Args:
+        grads: of any shape; none: 0.
+    """
     if not grads:
         return torch.zeros(())
     norms = torch.stack(list(torch._foreach_norm(list(grads))))
@@ -215,13 +219,24 @@ def nonfinite_parameter(module: nn.Module) -> str:
 
 # %% ../../nbs/run/strategy.ipynb #630b33d2
 def trained_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """What changes while a module trains: parameters with `requires_grad` (tied ones once) and all buffers."""
+    """What changes while a module trains: parameters with `requires_grad` (tied ones once) and all buffers.
+
+    Args:
+        module: of any kind.
+
+    Returns:
+        The module's own tensors by name, of any shape; not copies.
+    """
     named: dict[str, Tensor] = {n: p for n, p in module.named_parameters() if p.requires_grad}
     return named | dict(module.named_buffers())
 
 
 def check_names(into: Mapping[str, Sequence[int]], saved: Mapping[str, Tensor]) -> None:
     """Compare the shapes of a module's tensors with saved ones.
+
+    Args:
+        into: shapes by name, of the module.
+        saved: tensors by name, of any shape.
 
     Raises:
         CheckpointError: a name or a shape does not fit.
@@ -241,6 +256,10 @@ def check_names(into: Mapping[str, Sequence[int]], saved: Mapping[str, Tensor]) 
 
 def load_tensors(into: dict[str, Tensor], saved: Mapping[str, Tensor]) -> None:
     """Copy saved tensors into those of a module.
+
+    Args:
+        into: tensors by name, of any shape; they are overwritten.
+        saved: the same names, any shape; one that differs is an error.
 
     Raises:
         CheckpointError: a name or a shape does not fit; nothing has been changed then.
@@ -495,18 +514,36 @@ class Strategy:
 
 # %% ../../nbs/run/strategy.ipynb #1fed322b
 def like_parameter(state: Tensor, shard: Shard) -> bool:
-    """Whether a state of the optimizer is laid out like its parameter, number by number."""
+    """Whether a state of the optimizer is laid out like its parameter, number by number.
+
+    Args:
+        state: of any shape; a step count is a scalar.
+        shard: the parameter's part here.
+    """
     return state.numel() == math.prod(shard.shape)
 
 
 def clip_by(grads: Sequence[Tensor], norm: float, limit: float | None) -> None:
-    """Scale gradients in place so that their common norm is at most the limit (None: never)."""
+    """Scale gradients in place so that their common norm is at most the limit (None: never).
+
+    Args:
+        grads: of any shape; they are overwritten.
+        norm: of all of them together, as `global_norm` gives it.
+        limit: in the same unit.
+    """
     if limit is not None and norm > limit:
         torch._foreach_mul_(list(grads), limit / norm)
 
 
 def states_by_name(averages: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """{"name/key": tensor} as {name: {key: tensor}}."""
+    """{"name/key": tensor} as {name: {key: tensor}}.
+
+    Args:
+        averages: the optimizer's, of any shape.
+
+    Returns:
+        The same tensors, of any shape.
+    """
     out: dict[str, dict[str, Tensor]] = {}
     for key, value in averages.items():
         name, _, state = key.rpartition("/")

@@ -276,7 +276,20 @@ def _module_logps(head: nn.Module, hidden: Tensor, targets: Tensor, how: HeadOpt
 
 def read_head(head: nn.Module, h: Tensor, targets: Tensor, how: HeadOptions) -> tuple[Tensor, ...]:
     """log-probs, entropy, log Σ p² through a plain linear head's weights, or through the module when it is anything
-    else."""
+    else.
+
+    Args:
+        head: H features to V logits.
+        h: [N, H], last hidden states.
+        targets: int64[N].
+        how: what is wanted, at which temperature.
+
+    Returns:
+        [N] each, in nats: log-probs and entropies with gradient, log Σ p² without; 0 where not asked for.
+
+    Raises:
+        ConfigError: the temperature is not positive.
+    """
     if type(head) is nn.Linear:
         return _linear_head(h, head.weight, head.bias, targets, how)
     if not how.temperature > 0:
@@ -344,7 +357,11 @@ def text_config(decoder: nn.Module) -> Any:
 
 
 def embedding_of(decoder: Any) -> Tensor | None:
-    """The weight of a decoder's token embedding."""
+    """The weight of a decoder's token embedding.
+
+    Returns:
+        [V, H], the model's own; None where it has no embedding.
+    """
     layer = decoder.get_input_embeddings() if hasattr(decoder, "get_input_embeddings") else None
     return getattr(layer, "weight", None)
 

@@ -69,7 +69,15 @@ def visible(branch: Tensor) -> Tensor:
 
 def locate(c: Completions, wanted: Tensor, places: Tensor, before: Tensor, **layout: Any) -> Pack:
     """Where each target is predicted: at the token before it, which for the first one is the prompt's last
-    (`before`)."""
+    (`before`).
+
+    Args:
+        c: B completions.
+        wanted: bool[B, C], tokens whose log-probs are asked for.
+        places: int64[B, C], flat places of completion tokens in the packed rows.
+        before: int64[B], flat place of each prompt's last token.
+        layout: the other fields of the `Pack`.
+    """
     rows, cols = wanted.nonzero(as_tuple=True)
     source = torch.where(cols == 0, before[rows], places[rows, cols] - 1)
     last = before
@@ -81,7 +89,13 @@ def locate(c: Completions, wanted: Tensor, places: Tensor, before: Tensor, **lay
 
 # %% ../../nbs/scoring/packing.ipynb #64cf7f58
 def pack_rows(c: Completions, real: Tensor, wanted: Tensor) -> Pack:
-    """One row per sequence, padded on the right: what comes after a token can't change it, so no mask is needed."""
+    """One row per sequence, padded on the right: what comes after a token can't change it, so no mask is needed.
+
+    Args:
+        c: B completions.
+        real: bool[B, C], 1 where a completion has a token.
+        wanted: bool[B, C], tokens whose log-probs are asked for.
+    """
     prompt, both = c.prompt_lens[:, None], torch.cat([c.prompt_ids, c.completion_ids], 1)
     total, b = prompt + c.completion_lens[:, None], len(c.completion_lens)
     width = int(total.max()) if b else 0
@@ -148,7 +162,13 @@ class Item(NamedTuple):
 
 
 def cut_into_items(c: Completions, starts: Tensor, unit: int) -> list[Item]:
-    """The rows of a batch, as units."""
+    """The rows of a batch, as units.
+
+    Args:
+        c: B completions.
+        starts: bool[B], 1 where a new prompt begins.
+        unit: rows that stay together.
+    """
     prompts, lens, b = c.prompt_lens.tolist(), c.completion_lens.tolist(), len(starts)
     firsts = starts.nonzero()[:, 0].tolist() + [b]
     items: list[Item] = []

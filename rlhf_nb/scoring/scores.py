@@ -503,7 +503,7 @@ def logps(
         fast: False takes no fast path (`fast.support`).
 
     Returns:
-        For each completion a tensor with as many log-probs as it has tokens, with gradient where it is enabled.
+        For each completion of n tokens float32[n], log-probs in nats, with gradient where it is enabled.
 
     Raises:
         DataError, ModelError, ConfigError: as `completion_logps`.

@@ -142,6 +142,9 @@ def kept_states(
         read: number of a piece to its states [depths, at most `PIECE`, W].
         folder: where they are kept; None: nowhere.
         pace: told after each.
+
+    Returns:
+        One piece after the other, float16[depths, at most `PIECE`, W].
     """
     done = fresh = 0
     for piece in pieces:
@@ -178,7 +181,7 @@ def joined_states(states: Tensor, layers: Sequence[int], pooled: int = 1) -> Ten
     """[n, layers · W] of [depths, n, W], as `LayerStates` and the pooling put them together.
 
     Args:
-        states: of `difference_states`.
+        states: [depths, n, W], of `difference_states`.
         layers: which, counted from 1.
         pooled: 2 for the pooling "both": first all last states, then all means.
     """
@@ -302,7 +305,12 @@ PIECES = "fitting"  # the folder of an unfinished one's pieces
 
 
 def weight_digest(weight: Tensor, *how: Any) -> str:
-    """A hash of every bit of a weight, its shape and format, and whatever else decides the fit."""
+    """A hash of every bit of a weight, its shape and format, and whatever else decides the fit.
+
+    Args:
+        weight: of any shape.
+        how: what is added to the hash by its `repr`.
+    """
     told = hashlib.sha256(repr((tuple(weight.shape), str(weight.dtype), *how)).encode())
     told.update(weight.detach().cpu().contiguous().view(torch.uint8).numpy().data)
     return told.hexdigest()

@@ -71,6 +71,9 @@ def overlong_penalty(lens: Tensor, limit: int, buffer: int) -> Tensor:
         limit: longest allowed answer.
         buffer: tokens over which the punishment grows; 0: none.
 
+    Returns:
+        float32[B], to be added to the scores.
+
     Source: Yu et al., arXiv 2503.14476, eq. 13.
     """
     if not buffer:
