@@ -68,19 +68,22 @@ def measure_wires(device: torch.device) -> Wires:
     Args:
         device: of this rank.
     """
-    world, found = dist.get_world_size(), list[tuple[float, ...]]()
-    for size in SIZES:
-        whole = torch.zeros(size // 4 // world * world, device=device)
-        part = whole[: len(whole) // world].clone()
+    return Wires(SIZES, *zip(*[_collectives(size, device) for size in SIZES]))
 
-        def gather(whole: torch.Tensor = whole, part: torch.Tensor = part) -> torch.Tensor:
-            fresh = torch.empty_like(whole)
-            dist.all_gather_into_tensor(fresh, part)
-            return fresh.clone()
 
-        reduce, scatter = lambda: dist.all_reduce(whole), lambda: dist.reduce_scatter_tensor(part, whole.clone())
-        found.append(tuple(map(_together, (reduce, gather, scatter))))
-    return Wires(SIZES, *zip(*found))
+def _collectives(size: int, device: torch.device) -> tuple[float, float, float]:
+    """Seconds of all-reduce, all-gather and reduce-scatter of some bytes, with the copies that sharding makes."""
+    world = dist.get_world_size()
+    whole = torch.zeros(size // 4 // world * world, device=device)
+    part = whole[: len(whole) // world].clone()
+
+    def gather() -> torch.Tensor:
+        fresh = torch.empty_like(whole)
+        dist.all_gather_into_tensor(fresh, part)
+        return fresh.clone()
+
+    reduce, scatter = lambda: dist.all_reduce(whole), lambda: dist.reduce_scatter_tensor(part, whole.clone())
+    return _together(reduce), _together(gather), _together(scatter)
 
 # %% ../../nbs/scale/measure.ipynb #3ea50008
 def predict_ranks(
