@@ -3,6 +3,8 @@
     python benchmarks/bench_grpo.py [--quick] [--steps 8] [--threads 1] [--task toy hh] [--against full group continuous] [--data FILE]
     python benchmarks/bench_grpo.py --decode [--threads 1] [--prompts 8 32]
     python benchmarks/bench_grpo.py --task smollm2 --threads 2 [--precision bf16] [--against full ours] [--new-tokens 24]   # after `rlhf-nb get smollm2`
+    python benchmarks/bench_grpo.py --task smollm2 --threads 2 --precision bf16 --against full --run 30
+    python benchmarks/bench_grpo.py --floor --threads 2 --precision bf16
 
 Both sides: the same policy, 8 answers to each of the same 8 prompts a step, one update per step, the same cheap reward function, group advantages, no
 reference model (the default of both), fp32 (or bf16 products on both sides), AdamW (fused), gradients cut to norm 1, no dropout, no gradient
@@ -16,7 +18,10 @@ TRL generates with transformers (vLLM needs a GPU), 64 answers in a forward (`fu
 continuous batching (`continuous`); `ours` is this package in fp32 instead, to show what bf16 is worth.
 
 The samplers draw different random numbers, so losses can't simply be compared. Instead TRL's first batch is computed again by our functions: log-probs of
-all answers, advantages, the loss, and the norm of its gradient. `--decode` lets a quarter of the rows end early (and then most), checks that both write
+all answers, advantages, the loss, and the norm of its gradient. `--run N` is a run that learns: N steps at a rate of 5e-6, with
+a reward of 1 for the right number and 0 else, all steps counted; groups that are all right or all wrong have no gradient, and ours leaves them out of the update.
+`--floor` measures a step of decoding at 1, 4, 16 and 64 rows beside the machine's floor: the longer of reading all weights, keys and values once and
+of all its products alone, both measured, in CPU time. `--decode` lets a quarter of the rows end early (and then most), checks that both write
 the same tokens when greedy, and counts how many decoding slots work on a token that is kept. At most 64 rows decode at the same time.
 """
 
@@ -24,6 +29,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import statistics
 import tempfile
 import time
@@ -47,6 +53,12 @@ def reward(prompts: list[Any], completions: list[str], **columns: Any) -> list[f
         words = text.split()
         out.append(len(set(text)) / 10 - 0.05 * (len(words) - len(set(words))))
     return out
+
+
+def right(prompts: list[Any], completions: list[str], answer: list[int], **columns: Any) -> list[float]:
+    """1 where the last number is the answer."""
+    found = [re.findall(r"\d+", text.replace(",", "")) for text in completions]
+    return [float(bool(numbers) and int(numbers[-1]) == want) for numbers, want in zip(found, answer)]
 
 
 def timed(owner: Any, name: str, seconds: Counter[str], label: str) -> None:
@@ -80,7 +92,7 @@ def run_ours(job: dict[str, Any]) -> None:
     sampling = {"max_new_tokens": job["new_tokens"]}
     config = GRPOConfig(**harness.settings(job, num_generations=GROUP, optimizer=optimizer, sampling=sampling))
     tokenizer, model = harness.load(job)
-    method = GRPO(model, tokenizer, Rewards(reward), config)
+    method = GRPO(model, tokenizer, Rewards(right if job["run"] else reward), config)
     timed(method, "rollout", seconds, "generate")
     timed(method, "score", seconds, "score")
     harness.fit(method, MemorySource(job["rows"], shuffle=False), config, report)
@@ -167,9 +179,14 @@ def run_trl(job: dict[str, Any]) -> None:
             "transformers_continuous_batching_config": blocks,
         }
     args = GRPOConfig(**harness.trl_settings(job, **more))
-    rows = Dataset.from_list([{"prompt": r["prompt"]} for r in job["rows"]])
+    rows = Dataset.from_list([{"prompt": r["prompt"]} | r["columns"] for r in job["rows"]])
     trainer = GRPOTrainer(
-        model=model, args=args, reward_funcs=reward, processing_class=tokenizer, train_dataset=rows, callbacks=[Turns()]
+        model=model,
+        args=args,
+        reward_funcs=right if job["run"] else reward,
+        processing_class=tokenizer,
+        train_dataset=rows,
+        callbacks=[Turns()],
     )
     trainer._tokenize_prompts = lambda prompts: (
         [tokens[p] for p in prompts],
@@ -258,6 +275,7 @@ def prepare(task: str, folder: Path, steps: int, data: Path) -> list[dict[str, A
     torch.set_num_threads(1)
     torch.manual_seed(0)
     need, new = PROMPTS * steps, not (folder / "model").exists()
+    columns: dict[str, dict[str, Any]] = {}
     if task == "toy":
         tokenizer, model = toy.build_tokenizer(), toy.build_model(0, "small")
         asked = {r["prompt"]: r for r in toy.train_prompts(2 * need, 0)}.values()
@@ -274,6 +292,7 @@ def prepare(task: str, folder: Path, steps: int, data: Path) -> list[dict[str, A
         loss = math.nan
         tokens = tokenize_prompts(sums_prompts(need, 0), tokenizer, 128)
         kept = {tokenizer.decode(r["prompt_ids"]): r["prompt_ids"] for r in tokens}
+        columns = {tokenizer.decode(r["prompt_ids"]): r["columns"] for r in tokens}
         if new:
             model.save_pretrained(folder / "model")
             tokenizer.save_pretrained(folder / "model")
@@ -297,7 +316,7 @@ def prepare(task: str, folder: Path, steps: int, data: Path) -> list[dict[str, A
     print(
         f"{task}: {len(kept)} prompts of {sum(map(len, kept.values())) / len(kept):.0f} tokens on average", flush=True
     )
-    return [{"prompt_ids": ids, "prompt": prompt, "columns": {}} for prompt, ids in kept.items()]
+    return [{"prompt_ids": ids, "prompt": prompt, "columns": columns.get(prompt, {})} for prompt, ids in kept.items()]
 
 
 def shares(worker: harness.Worker, warmup: int) -> str:
@@ -313,7 +332,7 @@ def compare(task: str, way: str, args: argparse.Namespace, folder: Path, rows: l
     """One way of TRL against ours."""
     new, record = args.new_tokens or NEW_TOKENS[task], folder / f"record-{way}.pt"
     job = {
-        "model": str(folder / "model"), "record": str(record), "rows": rows, "batch": GROUP * PROMPTS, "way": way, "new_tokens": new, "lr": 1e-9,
+        "model": str(folder / "model"), "record": str(record), "rows": rows, "batch": GROUP * PROMPTS, "way": way, "new_tokens": new, "lr": 5e-6 if args.run else 1e-9, "run": args.run,
         "steps": args.warmup + args.steps + 1, "token_budget": args.token_budget or BUDGET[task], "precision": args.precision, "output": str(folder / way),
     }  # fmt: skip
 
@@ -324,11 +343,58 @@ def compare(task: str, way: str, args: argparse.Namespace, folder: Path, rows: l
             length, mean = (sum(s[k] for s in worker.steps) / len(worker.steps) for k in ("length", "reward"))
             spent = shares(worker, args.warmup)
             print(f"  {worker.name}: answers of {length:.2f} tokens, reward {mean:.3f} on average; time: {spent}")
+            if args.run:
+                print("    reward by step:", *(f"{s['reward']:.2f}" for s in worker.steps))
 
-    title = f"GRPO on {task}, {args.precision}, {PROMPTS} prompts × {GROUP}, at most {new} new tokens, against {way}"
+    learns = f", a run of {args.run} steps" if args.run else ""
+    title = f"GRPO on {task}{learns}, {args.precision}, {PROMPTS} prompts × {GROUP}, at most {new} new tokens, against {way}"
     theirs = {"precision": "fp32"} if way == "ours" else None
     peer = "ours" if way == "ours" else "trl-1.16"
     harness.compare(__file__, title, job, args, "completions", same, peer, theirs)
+
+
+def floors(args: argparse.Namespace) -> None:
+    """A step of decoding on SmolLM2 at 1, 4, 16 and 64 rows, beside the machine's floor; CPU time of all threads."""
+    import torch
+
+    from rlhf_nb.config import SamplingConfig
+    from rlhf_nb.fast.engine import decoder_for
+    from rlhf_nb.rollout.sampler import sample_tokens
+    from rlhf_nb.types import PromptBatch
+
+    torch.set_num_threads(args.threads)
+    model, found, halves = harness.smollm2()[1].eval(), [], args.precision == "bf16"
+    prompt = PromptBatch.from_lists([list(range(100, 132))])
+
+    def spent(work: Any) -> float:
+        begin = time.process_time()
+        work()
+        return time.process_time() - begin
+
+    def write(rows: int, new: int) -> None:
+        sampling = SamplingConfig(max_new_tokens=new)
+        sample_tokens(model, prompt, sampling, eos=[], pad=0, seed=0, num_samples=rows)
+
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16, enabled=halves):
+        decoder, many = decoder_for(model, 96), torch.ones(1 << 27)
+        parts = [p for x in decoder.layers for p in (x.qkv, x.out, x.up, x.down)] + [decoder.head]
+        size = sum(m.weight.numel() for p in parts for m in p.modules) * decoder.dtype.itemsize
+        for rows in (1, 4, 16, 64):
+            inputs = [torch.randn(rows, p.modules[0].in_features).to(p.dtype) for p in parts]
+            steps, reads, products = [], [], []
+            for _ in range(args.repeats or 3):
+                steps.append((spent(lambda: write(rows, 64)) - spent(lambda: write(rows, 16))) / 48)  # noqa: B023
+                speed = many.nbytes / min(spent(many.sum) for _ in range(3))
+                reads.append((size + rows * 72 * decoder.token_bytes) / speed)
+                products.append(min(spent(lambda: [p(x) for p, x in zip(parts, inputs)]) for _ in range(3)))  # noqa: B023
+            step, read, product = (1000 * statistics.median(x) for x in (steps, reads, products))
+            share = [max(read, product) / 1000 / s for s in sorted(steps, reverse=True)]
+            print(
+                f"  {rows} rows: a step {step:.1f} CPU ms, reading {read:.1f}, products {product:.1f}; share {share[0]:.2f}-{share[-1]:.2f}",
+                flush=True,
+            )
+            found.append([rows, round(step, 1), round(read, 1), round(product, 1), round(share[len(share) // 2], 2)])
+    harness.keep(args.json, f"a step of decoding, {args.precision}", args.threads, "rows", {"steps": found})
 
 
 # --- decoding alone ---------------------------------------------------------------------------------------------------------
@@ -444,7 +510,12 @@ def main() -> None:
     parser.add_argument("--ended", type=float, nargs="+", default=[0.25, 0.8], help="rows that end early, --decode")
     parser.add_argument("--prompts", type=int, nargs="+", default=[PROMPTS], help="for --decode")
     parser.add_argument("--repeats", type=int, help="measured calls, for --decode")
+    parser.add_argument("--run", type=int, help="a run of so many steps that learns")
+    parser.add_argument("--floor", action="store_true", help="a step of decoding beside the machine's floor")
     args = parser.parse_args()
+    args.steps, args.warmup = (args.run, 0) if args.run else (args.steps, args.warmup)
+    if args.floor:
+        return floors(args)
     if harness.worked(args, run_ours, run_trl):
         return
     for task in args.task:

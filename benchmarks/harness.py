@@ -220,30 +220,33 @@ def same_losses(a: Worker, b: Worker, steps: int, tolerance: float, what: str = 
     return worst
 
 
-def show(ours: Worker, theirs: Worker, warmup: int, unit: str) -> dict[str, float]:
-    """Print speeds, their ratio (of medians, and the spread over pairs of steps) and memory.
+def show(ours: Worker, theirs: Worker, warmup: int, unit: str, whole: bool = False) -> dict[str, float]:
+    """Print speeds, their ratio (of medians or over the whole run, and the spread over pairs of steps) and memory.
 
     Args:
         ours: after `alternate`.
         theirs: after `alternate`.
         warmup: steps left out.
         unit: of the speed, and the key in a step's report that says how many it did, as "pairs".
+        whole: steps are equally many of these, and what counts is the time of all.
     """
 
     def speeds(worker: Worker, clock: str) -> list[float]:
         return [s[unit] / s[clock] for s in worker.steps[warmup:]]
 
-    middle = statistics.median
+    middle = statistics.harmonic_mean if whole else statistics.median
     a, b = speeds(ours, "seconds"), speeds(theirs, "seconds")
     ratios = sorted(x / y for x, y in zip(a, b))
     ratio, cpu = middle(a) / middle(b), middle(speeds(ours, "cpu")) / middle(speeds(theirs, "cpu"))
     peaks = [max(s["peak"] for s in w.steps) for w in (ours, theirs)]
     used = [p - w.info["memory"] for p, w in zip(peaks, (ours, theirs))]
-    spent = [middle(s["cpu"] for s in w.steps[warmup:]) for w in (ours, theirs)]
+    spent = [(statistics.mean if whole else middle)(s["cpu"] for s in w.steps[warmup:]) for w in (ours, theirs)]
     for worker, speed in ((ours, a), (theirs, b)):
         print(f"  {worker.name:28s} {middle(speed):10.2f} {unit}/s   ({min(speed):.2f} to {max(speed):.2f})")
-    print(f"  ratio of medians {ratio:.2f}x  (steps: {ratios[0]:.2f} to {ratios[-1]:.2f}; by CPU time {cpu:.2f}x)")
-    print(f"  CPU seconds a step (medians) {spent[0]:.2f} / {spent[1]:.2f}")
+    print(
+        f"  ratio of {'all steps' if whole else 'medians'} {ratio:.2f}x  (steps: {ratios[0]:.2f} to {ratios[-1]:.2f}; by CPU time {cpu:.2f}x)"
+    )
+    print(f"  CPU seconds a step {spent[0]:.2f} / {spent[1]:.2f}")
     print(
         f"  peak memory {peaks[0]:.0f} / {peaks[1]:.0f} MiB = {peaks[0] / peaks[1]:.2f}; "
         f"above what was there before training {used[0]:.0f} / {used[1]:.0f} MiB = {used[0] / max(used[1], 1):.2f}",
@@ -285,7 +288,7 @@ def compare(
         alternate([a, b], args.warmup, args.steps)
     if check is not None:
         check(a, b)
-    found = show(a, b, args.warmup, unit)
+    found = show(a, b, args.warmup, unit, bool(job.get("run")))
     steps = {"ours": a.steps[args.warmup :], "theirs": b.steps[args.warmup :]}
     keep(args.json, title, args.threads, unit, found | steps)
     return a, b

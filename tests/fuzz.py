@@ -405,14 +405,13 @@ def imported(name: str) -> Callable[[Path, bytes], None]:
 
 
 def beside(folder: Path, data: bytes) -> None:
-    """A note and a fork that a stranger put beside a run."""
+    """A note that a stranger put beside a run."""
     run = folder / "run"
     run.mkdir()
     (run / "metrics.jsonl").write_bytes(EVENTS)
-    for name in ("notes.json", "fork.json"):
-        (run / name).write_bytes(data)
+    (run / "notes.json").write_bytes(data)
     runs = Runs(folder)
-    json.dumps([runs.rows(), runs.futures("run")], allow_nan=False)
+    json.dumps(runs.rows(), allow_nan=False)
     runs.tag("run", "seen")
 
 

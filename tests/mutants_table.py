@@ -149,10 +149,10 @@ MUTANTS: list[tuple[str, ...]] = [
     ("restore", "the method forgets", 'run.method.load_state_dict(join_state(meta["method"], tensors["method"]))', "pass", "nb:run.loop, test_loop::test_forgetting_any_part_is_noticed"),
     ("restore", "counts its steps from 0", 'int(meta["step"]), int(meta["updates"]), 0', '0, int(meta["updates"]), 0', "nb:run.loop, test_loop::test_forgetting_any_part_is_noticed"),
     # loop
-    ("Trainer._mini_batches", "every inner epoch has the same order", '"mini_batches", self.step, epoch)', '"mini_batches", self.step)', "test_notice::test_each_inner_epoch_has_its_own_order"),
+    ("Feed.mini_batches", "every inner epoch has the same order", '"mini_batches", run.step, epoch)', '"mini_batches", run.step)', "test_notice::test_each_inner_epoch_has_its_own_order"),
     ("Trainer.update", "stops when the method says go on", "if not method.keep_updating", "if method.keep_updating"),
     ("Trainer.update", "bad updates count as in a row that were not", "done, self.bad_in_a_row = done + 1, 0", "done, self.bad_in_a_row = done + 1, self.bad_in_a_row", "test_notice::test_only_updates_in_a_row_are_too_many"),
-    ("Trainer.pull", "every rank learns from the same rows", "[self.engine.rank :: world]", "[:: world]", "test_loop::test_two_ranks_are_one"),
+    ("Feed._share_of", "every rank learns from the same rows", "[self.run.engine.rank :: world]", "[:: world]", "test_loop::test_two_ranks_are_one"),
     ("_same_numbers_after", "evaluation uses up random numbers", "set_rng_state(state)", "pass", "test_notice::test_evaluation_uses_up_no_random_number"),
     ("add_pairs", "the last update alone", "(total[k][0] + v, total[k][1] + n)", "(v, n)", "test_notice::test_statistics_of_updates_add_up"),
     ("means", "sums are not divided", "total / count for", "total for"),

@@ -39,7 +39,7 @@ CONFIGS: dict[str, str] = {
     "a seed that is none": "method: sft\nseed: [1, {a: 2}]\n",
     "kinds": "kl_budget: x\nkl_target: [1]\nkl_coef: {}\nrewards: 3\nsteps: many\n",
 }  # fmt: skip
-FILES = ["config.yaml", "samples.jsonl", "lock.json", "control.jsonl", "notes.json", "fork.json"]
+FILES = ["config.yaml", "samples.jsonl", "lock.json", "control.jsonl", "notes.json"]
 JSON = [b"", b"[]", b"3", b"{", b'{"note": [1], "tags": 3, "at": "x", "parent": 5}']
 JSON += [b'{"tags": [1, "<script>alert(1)</script>"], "at": 1e999, "parent": [1]}']
 NAMES = [
@@ -84,8 +84,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 case "link":
                     place.symlink_to(home / "secret")
     for n, text in enumerate(JSON):
-        for file in ("notes.json", "fork.json"):
-            (run(f"{n} {file}") / file).write_bytes(text)
+        (run(f"{n} notes.json") / "notes.json").write_bytes(text)
     for seed in (0, 1):  # of one experiment, over, and beyond all bounds
         log = LOG.replace(b'"loss": 1.0', b'"loss": 1e308').replace(b'"loss": 0.2', b'"loss": 1.5e308')
         run(f"huge seed {seed}", log + b'{"type": "end", "step": 5}\n', f"method: other\nseed: {seed}\n")
@@ -116,9 +115,7 @@ def asked(port: int, path: str, host: str | None = None) -> tuple[int, str]:
 def test_each_run_of_a_strange_folder_is_shown(folder: Path, port: int, capfd: pytest.CaptureFixture[str]) -> None:
     status, text = asked(port, "/api/runs")
     names = [r["name"] for row in json.loads(text)["runs"] for r in (row["stages"] or [row])]
-    assert (
-        status == 200 and len(names) == 1 + len(NAMES) + len(LOGS) + len(CONFIGS) + 3 * len(FILES) + 2 * len(JSON) + 2
-    )
+    assert status == 200 and len(names) == 1 + len(NAMES) + len(LOGS) + len(CONFIGS) + 3 * len(FILES) + len(JSON) + 2
     for name in names:
         status, text = asked(port, f"/api/compare?run={quote(name, safe='')}&step=3")
         assert status == 200 and "secret" not in text, (name, text[:300])

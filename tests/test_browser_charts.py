@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import numpy as np
 import pytest
@@ -17,7 +18,6 @@ from test_imported import state
 from test_payloads import HTML, PAYLOADS, filled
 
 from rlhf_nb.run.log import RunDir
-from rlhf_nb.widgets import board
 from rlhf_nb.widgets.board import serve_board
 from rlhf_nb.widgets.report import report
 from rlhf_nb.widgets.runs import Runs, remarks_of
@@ -280,18 +280,13 @@ def test_the_board_lists_compares_and_comes_back(browser: Any, served: tuple[str
     assert not visit.wrong
 
 
-def test_a_person_writes_a_note_averages_and_forks(
-    browser: Any, steered: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_person_writes_a_note_and_averages(browser: Any, steered: tuple[str, Path]) -> None:
     address, folder = steered
     for i in range(3):
         write_run(folder / f"ppo-{i}", seed=i)
         write_run(folder / f"dear-{i}", seed=i, coef=0.1)
     write_run(folder / "live", seed=9, ends=False)
-    child = write_run(folder / "ppo-0-fork100-1", coef=0.4)
-    (child / "fork.json").write_text(json.dumps({"parent": "../ppo-0", "at": 100, "changed": ["kl_coef: 0.05 -> 0.4"]}))
-    begun: list[Any] = []
-    monkeypatch.setattr(board, "start_fork", lambda *told: begun.append(told) or folder / "fork-100.log")
+    write_run(folder / "other", coef=0.4)
     looking = Visit(browser, address.partition("?")[0] + "#run=live")  # without the word: nothing to press
     looking.page.wait_for_selector(".u-over")
     assert not looking.page.get_by_role("button", name="pause").count()
@@ -315,20 +310,7 @@ def test_a_person_writes_a_note_averages_and_forks(
     page.get_by_role("button", name="mean over seeds").click()
     assert page.locator(".rb-plane circle").count() == 8 and "gold" in page.locator(".rb-plane > title").text_content()
 
-    page.goto(address + "#run=ppo-0")
-    page.locator("summary", has_text="futures of this run").wait_for()
-    assert "from step 100: kl_coef: 0.05 -> 0.4" in page.locator(".rb-tree").text_content()
-    page.mouse.click(*visit.over(0, 0.5))
-    page.locator("span", has_text=re.compile("another future from step (9|1)")).wait_for()
-    page.get_by_label("its new value").fill("evil.py")
-    page.get_by_role("button", name="begin it").click()
-    page.locator("[role=status]", has_text="takes a number").wait_for()
-    page.get_by_label("its new value").fill("0.2")
-    page.get_by_role("button", name="begin it").click()
-    until(lambda: begun, 10, "a fork")
-    ((place, step, changes),) = begun
-    assert place == folder / "ppo-0" and 95 <= step <= 105 and changes == {"kl_coef": 0.2}
-    page.locator(".rb-tree button", has_text="fork100").click(delay=4000)  # the page asks anew every three seconds
+    page.goto(address + "#" + urlencode([("run", "ppo-0"), ("run", "other")]))
     page.locator("summary", has_text="pairs of one seed").wait_for()
     assert "one pair: no interval" in page.locator("main").text_content()
 
@@ -386,20 +368,14 @@ def test_a_hundred_thousand_steps(browser: Any, served: tuple[str, Path]) -> Non
     assert not visit.wrong
 
 
-def test_no_payload_runs_on_board_or_report(
-    browser: Any, steered: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Names of runs, metrics and settings, answers, events, notes, tags, forks, other programs' metrics: none of the forty becomes more than text."""
+def test_no_payload_runs_on_board_or_report(browser: Any, steered: tuple[str, Path], tmp_path: Path) -> None:
+    """Names of runs, metrics and settings, answers, events, notes, tags, other programs' metrics: none of the forty becomes more than text."""
     address, folder = steered
     filled(folder, PAYLOADS)
-    monkeypatch.setattr(board, "start_fork", lambda *told: folder)  # all is clicked below
     runs = Runs(folder)
     for i, word in enumerate(HTML):
         name = word.replace("/", "\u2215")[:200]
-        made = write_run(folder / f"{name}{i}", steps=3, seed=i)
-        (made / "fork.json").write_text(
-            json.dumps({"parent": f"../{HTML[0].replace('/', chr(0x2215))}0", "at": 1, "changed": [word]})
-        )
+        write_run(folder / f"{name}{i}", steps=3, seed=i)
         runs.note(f"{name}{i}", word)
         runs.tag(f"{name}{i}", word)
     state(folder / "trl", steps=3, names=tuple(PAYLOADS), **dict.fromkeys(HTML, 1))

@@ -55,8 +55,8 @@ def test_help_without_torch_names_every_decoder_and_the_bound_of_exports() -> No
     from rlhf_nb.export import formats
 
     assert ask.DECODERS.split(", ") == list(KINDS)
-    said = inspect.signature(models.export_command).parameters["max_kl"].default.help
-    assert said.endswith(f"default: {formats.EXPORT_BOUND}")
+    said = inspect.signature(models.export_command).parameters["force"].default.help
+    assert f"above {formats.EXPORT_BOUND} nats" in said
 
 
 def test_the_watch_on_torch_can_see_it() -> None:

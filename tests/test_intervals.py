@@ -18,7 +18,6 @@ from rlhf_nb.evaluate.intervals import (
     pass_interval,
     share_interval,
 )
-from rlhf_nb.evaluate.metrics import ratio_interval
 
 Draw = Callable[[Any], Estimate]
 
@@ -86,12 +85,6 @@ def vote_of_three(p: float) -> float:
     return p**3 + 3 * p**2 * (1 - p) + 3 * p * (3 * 2 * q * q) / 3
 
 
-def perplexed(rng: Any) -> Estimate:
-    """Nats over tokens of texts whose length and difficulty go together."""
-    tokens = rng.integers(5, 200, 120)
-    return ratio_interval(tokens * rng.gamma(20, 0.1, 120) + 0.5 * rng.normal(size=120), tokens)
-
-
 CASES: dict[str, tuple[Draw, float]] = {
     "win rate 0.6, 100 prompts": (wins(100, 0.6), 0.6),
     "win rate 0.93, 80 prompts": (wins(80, 0.93), 0.93),
@@ -106,7 +99,6 @@ CASES: dict[str, tuple[Draw, float]] = {
     "pass@10, 164 prompts, 20 answers": (passing(164, 20, 10, 0.6, 0.8), beta_pass(10, 0.6, 0.8)),
     "majority@3, 60 prompts, 5 answers": (voting, float(np.mean([vote_of_three(p) for p in (0.2, 0.5, 0.9)]))),
     "mean of a skewed reward, 150 prompts": (lambda rng: mean_interval(rng.gamma(2, 1, 150)), 2.0),
-    "nats a token, 120 texts": (perplexed, 2.0),
 }
 
 

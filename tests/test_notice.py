@@ -21,7 +21,7 @@ from rlhf_nb.losses.policy import clipped_surrogate
 from rlhf_nb.losses.preference import PairLogps, aot, aot_unpaired, cpo, dpo
 from rlhf_nb.rewards.formats import near_target
 from rlhf_nb.run.checkpoint import Part, load_checkpoint, save_checkpoint
-from rlhf_nb.run.loop import Trainer, add_pairs
+from rlhf_nb.run.loop import Feed, Trainer, add_pairs
 from rlhf_nb.run.strategy import build_optimizer, clip_by
 from rlhf_nb.train.dpo import DPO, DPOConfig, DPOTrainer
 from rlhf_nb.train.kto import KTOConfig, KTOTrainer
@@ -153,10 +153,10 @@ def test_parts_are_joined_by_their_places_not_by_their_ranks(tmp_path: Path) -> 
 
 def test_each_inner_epoch_has_its_own_order() -> None:
     method = SimpleNamespace(mini_batches=lambda data, seed: iter([seed]))
-    run: Any = SimpleNamespace(
-        config=SimpleNamespace(num_inner_epochs=3, seed=0), step=4, method=method, engine=SimpleNamespace(roles=None)
-    )
-    assert len(set(Trainer._mini_batches(run, None))) == 3
+    config = SimpleNamespace(num_inner_epochs=3, seed=0, rollout_batch_size=1)
+    method.group = 1
+    run: Any = SimpleNamespace(config=config, step=4, method=method, engine=SimpleNamespace(roles=None))
+    assert len(set(Feed(run).mini_batches(None))) == 3
 
 
 class Flaky(Regression):

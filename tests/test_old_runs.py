@@ -1,4 +1,4 @@
-"""Run folders of an earlier version are read, reported, resumed, forked and sampled by today's code.
+"""Run folders of an earlier version are read, reported, resumed and sampled by today's code.
 
 `data/runs-0.2.0.dev0.tar.gz` was written by commit 9a0cc37, on 6,000-parameter models: six methods, each put back to step 2 of 4 with the whole
 log beside it (`METHOD.metrics.jsonl`), a fork, a sweep and a gated pipeline.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,19 +85,17 @@ def test_old_and_new_are_reported_and_sampled(resumed: Path) -> None:
     assert "→" in call("sample", "start", "Where do owls live?", "--max-new-tokens", "4")
 
 
-def test_an_old_run_is_forked(resumed: Path) -> None:
-    call("fork", "sft", "--at", "1", "--to", "anew", "optimizer.lr=1e-3", "--prepare")
-
-
-def test_a_fork_by_an_absolute_path_finds_its_parents_relative_files(old: Path, tmp_path: Path) -> None:
-    assert "name_or_path: start" in (old / "dpo" / "config.yaml").read_text(encoding="utf-8")
-    os.chdir(tmp_path)
-    try:
-        call("fork", old / "dpo", "--at", "1", "--to", "f", "beta=0.3")
-        assert max(steps(tmp_path / "f" / "metrics.jsonl")) == 4
-        assert f"name_or_path: {old / 'start'}" in (tmp_path / "f" / "config.yaml").read_text(encoding="utf-8")
-    finally:
-        os.chdir(old)
+def test_a_copy_put_back_and_resumed_is_another_future(resumed: Path) -> None:
+    """The lines of docs/laboratory.md: the steps before are shared; with nothing changed those behind have the same numbers, else not."""
+    whole = steps(resumed / "ppo" / "metrics.jsonl")
+    for name, words in (("same", []), ("other", ["kl_coef=2.0"])):
+        shutil.copytree(resumed / "ppo", resumed / name)
+        call("runs", "rollback", name, 2)
+        call("ppo", "--config", f"{name}/config.yaml", f"output_dir={name}", *words, "--resume")
+        made = steps(resumed / name / "metrics.jsonl")
+        assert made.keys() == whole.keys() and made[2] == whole[2]
+        assert made[4]["objective/kl_coef"] == (2.0 if words else whole[4]["objective/kl_coef"])
+        assert (made[4]["loss"] == whole[4]["loss"]) is (name == "same")
 
 
 def test_an_old_sweep_is_the_same_sweep(old: Path) -> None:

@@ -63,7 +63,7 @@ RUN: dict[str, str] = {  # a suggestion, and lines that hold it; of a fence, and
     "calibration(said, true)": SCORES, "by_slice(values, names)": SCORES,
     FROZEN: RESULTS, 'CapabilityTester.read("frozen.json").test({...})': f"{RESULTS}{FROZEN}\nCapabilityTester.read('frozen.json').test({{'sums': results, 'facts': others}})",
     'FeedbackStore("feedback.jsonl")': "from rlhf_nb.feedback.store import FeedbackStore\n",
-    "torch.use_deterministic_algorithms(True)": "", "from rlhf_nb.pipeline.fork import fork": "", "from rlhf_nb.pipeline.sweep import sweep": "",
+    "torch.use_deterministic_algorithms(True)": "", "from rlhf_nb.pipeline.sweep import sweep": "",
     "def brief(prompts, completions, answer, **columns)": "",
     "tokenizer.apply_chat_template(messages, tokenize=False).rstrip()": TEMPLATES + "set_chat_template(tokenizer); messages = [{'role': 'user', 'content': 'Hi!'}]\n",
     "evaluate(model, tokenizer, prompts, rewards, reference, seed=...)": "prompts, rewards, reference = ['Visitor: Hi!\\nPip:'], {'short': short}, model\nevaluate(model, tokenizer, prompts, rewards, reference, seed=0)",
@@ -94,7 +94,6 @@ RUN: dict[str, str] = {  # a suggestion, and lines that hold it; of a fence, and
     "add_lora(model, config.model.lora)": "config = SFTConfig(output_dir='run', model=dict(lora=dict(r=2)))\n",
     "model.generate(..., prompt_lookup_num_tokens=10)": "model.generate(torch.tensor([[3, 4]]), prompt_lookup_num_tokens=10, max_new_tokens=4)",
     "model.generate(..., assistant_model=SMALL)": "model.generate(torch.tensor([[3, 4]]), assistant_model=toy.build_model(1, 'tiny'), max_new_tokens=4)",
-    'transformers.AutoModelForCausalLM.from_pretrained("FOLDER")': "import transformers\nsave_model(model, tokenizer, 'FOLDER')\n",
     'PreferenceCollector(prompts, policies, path="labels.jsonl")': "from rlhf_nb.widgets.collect import PreferenceCollector\nprompts, policies = ['p'], {'a': ['x'], 'b': ['y']}\n",
     "agreement()": COLLECT + "assert collector.agreement() == []", "export(path, format=...)": COLLECT + "assert collector.export('rows.jsonl', format='unpaired') == 0",
     "ask_least_sure(members, tokenizer)": COLLECT + "collector.ask_least_sure([RewardModel.from_policy(toy.build_model(k, 'tiny')) for k in (0, 1)], tokenizer)",
@@ -113,7 +112,7 @@ RUN: dict[str, str] = {  # a suggestion, and lines that hold it; of a fence, and
     "rescore([row], model, tokenizer)": GRPO + "from rlhf_nb.widgets.samples import read_samples, tokens_html, rescore\nGRPOTrainer(config, model, tokenizer, reward=short, rows=toy.train_prompts(8)).fit()\nsample = read_samples('run')[0]; assert tokens_html(rescore([sample], model, tokenizer)[0], by='entropy')",
 }  # fmt: skip
 ELSEWHERE = {  # what another file runs: its name, and the words that do
-    'fork("runs/ppo", 40, kl_coef=0.05)': ("tests/test_fork.py", "fork("), 'rlhf_nb.push_to_hub("runs/grpo", "owner/name")': ("tests/test_hub_push.py", "push_to_hub(run"),
+    'rlhf_nb.push_to_hub("runs/grpo", "owner/name")': ("tests/test_hub_push.py", "push_to_hub(run"),
     "trainer.push_to_hub()": ("tests/test_trl_scripts.py", ".push_to_hub("), "args=TrainingArguments(...)": ("tests/test_trl_scripts.py", "TrainingArguments("),
     "PPOTrainer(model, ref_model, reward_model, value_model, ...)": ("tests/test_trl_scripts.py", "PPOTrainer("), "from openai import OpenAI": ("tests/test_serve.py", ".chat.completions.create("),
     "engine.prepare(module, settings)": ("nbs/run/engine.ipynb", ".prepare("), "engine.generation_mode()": ("nbs/run/engine.ipynb", ".generation_mode("),

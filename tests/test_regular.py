@@ -33,7 +33,6 @@ from rlhf_nb.files import FileRefused, write_whole
 from rlhf_nb.judges.constitution import load_constitution
 from rlhf_nb.judges.endpoint import AnswerCache
 from rlhf_nb.learn.checks import grade
-from rlhf_nb.pipeline.fork import prepare_fork
 from rlhf_nb.pipeline.stages import PipelineConfig, RLHFPipeline
 from rlhf_nb.pipeline.sweep import _open
 from rlhf_nb.run.checkpoint import checkpoints_in, latest_complete, load_checkpoint, problem_of
@@ -63,7 +62,6 @@ NEVER_THERE = (
     "questions.jsonl",
     "metrics.rank1.jsonl",
     "starts.safetensors",
-    "fork.json",
 )
 
 
@@ -168,10 +166,8 @@ def test_nothing_that_writes_into_a_run_follows_waits_or_crashes(
             lambda f: RunDir(f).open({"steps": 3}, overwrite=True),
             lambda f: roll_back(f, 1),
             lambda f: RunLock(f).__enter__().__exit__(),
-            lambda f: prepare_fork(f, 1, to=f.parent / "forked"),
         ):
             folder = strange(name, kind)
-            shutil.rmtree(folder.parent / "forked", ignore_errors=True)
             refused_or(lambda: act(folder), f"{name}: {kind}")  # noqa: B023
 
 

@@ -1,11 +1,9 @@
-"""What OpenAI's clients also ask for: JSON of a schema, calls of tools, scores and embeddings; by the official client where it knows the route."""
+"""What OpenAI's clients also ask for: JSON of a schema, calls of tools, scores; by the official client where it knows the route."""
 
 from __future__ import annotations
 
-import base64
 import json
 import socket
-import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -29,7 +27,7 @@ from rlhf_nb.serve import reading
 from rlhf_nb.serve.desk import Desk, Exchange
 from rlhf_nb.serve.gate import new_key
 from rlhf_nb.serve.protocol import ChatAsked, Form, Refused, TextAsked, read_request
-from rlhf_nb.serve.reading import EmbeddingsAsked, ScoreAsked
+from rlhf_nb.serve.reading import ScoreAsked
 
 SCHEMA = {"type": "object", "properties": {"owl": {"type": "boolean"}, "age": {"enum": [1, 22]}}, "required": ["owl", "age"], "additionalProperties": False}  # fmt: skip
 TOOL = {"type": "function", "function": {"name": "tide", "description": "of a day", "parameters": {"type": "object", "properties": {"day": {"type": "integer"}}}}}  # fmt: skip
@@ -223,25 +221,15 @@ def test_scores_are_the_models_own(chat: Running) -> None:
         assert refused.status_code == 400 and words in refused.text
 
 
-def test_embeddings_are_means_of_length_one(chat: Running) -> None:
-    model, texts = chat.site.models["m"], ["An owl lives in the forest.", "An owl"]
-    said = chat.client().embeddings.create(model="m", input=texts, encoding_format="float")
-    with torch.no_grad():
-        for row, text in zip(said.data, texts, strict=True):
-            mean = model.net.model(torch.tensor([model.encode(text)])).last_hidden_state[0].mean(0)
-            torch.testing.assert_close(torch.tensor(row.embedding), mean / mean.norm(), atol=1e-4, rtol=0)
-    packed = post(chat, "/v1/embeddings", input=texts[0], encoding_format="base64").json()["data"][0]["embedding"]
-    raw = base64.b64decode(packed)
-    assert list(struct.unpack(f"<{len(raw) // 4}f", raw)) == pytest.approx(said.data[0].embedding, abs=1e-6)
-    for bad in ("", [], ["a", ""], ["a " * 5000]):
-        assert post(chat, "/v1/embeddings", input=bad).status_code == 400
-    assert post(chat, "/v1/embeddings", input="a", model="no").status_code == 404
+def test_embeddings_are_refused_in_a_sentence(chat: Running) -> None:
+    said = post(chat, "/v1/embeddings", input="An owl")
+    assert said.status_code == 400 and "such as vLLM" in said.json()["error"]["message"]
 
 
-ENTRY: dict[str, Any] = {"messages": ASK[0], "tools": TOOL, "stop": "a", "prompt": "a", "answers": "a", "input": "a"}
+ENTRY: dict[str, Any] = {"messages": ASK[0], "tools": TOOL, "stop": "a", "prompt": "a", "answers": "a"}
 
 
-@pytest.mark.parametrize("kind", [ChatAsked, TextAsked, ScoreAsked, EmbeddingsAsked])
+@pytest.mark.parametrize("kind", [ChatAsked, TextAsked, ScoreAsked])
 def test_a_list_that_is_too_long_is_called_that(kind: Any) -> None:
     """Each list of each request, whatever else it might have been: what is said counts its entries, and says the bound."""
     fine = {"model": "m"} | {
@@ -261,7 +249,6 @@ def test_refused_is_an_error_of_ours() -> None:
 LONG = "Where do owls live? " * 20
 DEAR: dict[str, tuple[str, dict[str, Any]]] = {  # what computes beside the answers that are written together
     "score": ("/v1/score", {"prompt": LONG, "answers": ["On", "In"]}),
-    "embeddings": ("/v1/embeddings", {"input": [LONG, LONG]}),
     "a form": ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}], "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "string", "minLength": 90}}}, "max_tokens": 40}),
 }  # fmt: skip
 
@@ -363,7 +350,6 @@ LONG: dict[str, Any] = {
 }
 LEFT: list[tuple[str, dict[str, Any]]] = [
     ("/v1/score", {"prompt": "An owl", "answers": ["lives in the forest"] * 60}),
-    ("/v1/embeddings", {"input": ["An owl"] * 60}),
     *(
         ("/v1/chat/completions", {"messages": ASK, "response_format": LONG, "max_tokens": 900, "n": 2, "stream": x})
         for x in (False, True)
@@ -371,7 +357,7 @@ LEFT: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("path", "body"), LEFT, ids=["score", "embeddings", "form", "streamed form"])
+@pytest.mark.parametrize(("path", "body"), LEFT, ids=["score", "form", "streamed form"])
 def test_what_is_waited_for_no_more_is_not_computed(
     path: str, body: dict[str, Any], chat: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -388,7 +374,6 @@ def test_what_is_waited_for_no_more_is_not_computed(
         return called
 
     monkeypatch.setattr(reading, "log_probs", late(reading.log_probs))
-    monkeypatch.setattr(reading, "embedding", late(reading.embedding))
     monkeypatch.setattr(Constrained, "answer", late(Constrained.answer))
     data = json.dumps({"model": "m"} | body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
@@ -404,7 +389,7 @@ def test_what_is_waited_for_no_more_is_not_computed(
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_requests(chat: Running) -> None:
-    """Five kinds of requests, 200 after 200: on 26 November 2026 0.2 MB more."""
+    """Four kinds of requests, 200 after 200: on 26 November 2026 0.2 MB more."""
     pages = lambda: int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
 
     def many(times: int) -> None:
@@ -412,7 +397,6 @@ def test_memory_does_not_grow_with_requests(chat: Running) -> None:
             post(chat, "/v1/completions", prompt=f"An owl {i}" + " lives" * (i % 50), max_tokens=8, n=2)
             post(chat, "/v1/chat/completions", messages=ASK, max_tokens=8, logprobs=True, top_logprobs=3, user=f"u{i}")
             post(chat, "/v1/score", prompt=f"An owl {i}", answers=["a", "b"])
-            post(chat, "/v1/embeddings", input=f"x {i}")
             form = {"type": "json_schema", "json_schema": {"name": f"x{i}", "schema": {"enum": [i, "b"]}}}
             post(chat, "/v1/chat/completions", messages=ASK, max_tokens=8, response_format=form)
 

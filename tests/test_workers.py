@@ -79,12 +79,13 @@ def trained(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[float],
 
 def test_a_crew_trains_as_one_thread_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, two_threads: None) -> None:
     losses, weights, trainer = trained(tmp_path / "two", monkeypatch)
-    assert trainer.engine._replicas is not None and trainer.engine._replicas.workers == 2
+    crew = trainer.engine.learn.__self__.replicas
+    assert crew is not None and crew.workers == 2
     again, same, _ = trained(tmp_path / "again", monkeypatch)
     assert losses == again and all(torch.equal(weights[k], same[k]) for k in weights)
     torch.set_num_threads(1)
     alone, expected, trainer = trained(tmp_path / "one", monkeypatch)
-    assert trainer.engine._replicas is None
+    assert trainer.engine.learn.__self__.replicas is None
     assert losses == pytest.approx(alone, rel=1e-5)
     for k in weights:
         torch.testing.assert_close(weights[k], expected[k], rtol=1e-4, atol=1e-5)

@@ -159,7 +159,7 @@ for module, names in (
     (ask, ("sample", "chat", "get", "eval", "compare")),
     (models, ("export", "merge", "push")),
     (traffic, ("serve", "feedback", "cycle")),
-    (trials, ("sweep", "fork", "overopt")),
+    (trials, ("sweep", "overopt")),
 ):
     for name in names:
         app.command(name)(getattr(module, f"{name.replace('-', '_')}_command"))
@@ -394,7 +394,7 @@ def board(
     folder: Path = typer.Argument(Path("runs"), help="with runs, up to five levels below"),
     port: int = typer.Option(8765, min=0, max=65535, help="0 takes a free one"),
     host: str = typer.Option("127.0.0.1", help="0.0.0.0 lets other machines look, by a secret address"),
-    steer: bool = typer.Option(False, "--steer", help="who has the address may also write notes, ask runs, fork them"),
+    steer: bool = typer.Option(False, "--steer", help="who has the address may also write notes and ask runs"),
     label: str = typer.Option(None, metavar="PAIRS", help="a file of pairs: who has the address may label them"),
     debug: bool = Debug,
 ) -> None:

@@ -23,37 +23,31 @@ def export_command(
     out: Path = _Out,
     to: str = typer.Option("safetensors", "--to", "-t", metavar="FORMAT",
         help="safetensors, which transformers, vLLM and the converters of llama.cpp and ONNX read"),
-    on: str = typer.Option(None, "--on", metavar="FILE",
-        help="held-out prompts that the price is measured on; default: a few that come with the package"),
-    limit: int = typer.Option(32, "--limit", min=2, help="the first so many rows of FILE"),
-    answer_tokens: int = typer.Option(32, "--answer-tokens", min=1, help="longest answer that is compared"),
-    reward: str = typer.Option(None, "--reward",
-        help="what may be lost: folder of a reward model, or an entry such as '{file: rewards.py, fn: NAME}'"),
-    max_kl: float = typer.Option(None, "--max-kl", min=0.0,
-        help="largest KL(model ‖ copy) that is kept, nats a token; default: 0.01"),
-    max_lost: float = typer.Option(None, "--max-lost",
-        help="largest loss of reward that is kept, in its own units; default: any"),
-    force: bool = typer.Option(False, "--force", help="keep a copy that is beyond a bound"),
+    force: bool = typer.Option(False, "--force", help="keep a copy whose KL from the model is above 0.01 nats a token"),
     dtype: str = typer.Option("auto", "--dtype", help="auto (as it is), fp32, bf16, fp16"),
     shard_size: str = typer.Option("5GB", "--shard-size", help="largest file of weights"),
     overwrite: bool = typer.Option(False, "--overwrite", help="replace an export that is in the folder"),
     debug: bool = Debug,
 ) -> None:  # fmt: skip
-    """Write a model for other programs, and say what that costs: KL, top-1 agreement, size, reward."""
+    """Write a model for other programs, and say how far rounding took it from the model (KL)."""
     with told(debug):
-        from rlhf_nb.export.command import export_named
-        from rlhf_nb.export.formats import EXPORT_RECORD
+        from rlhf_nb.core import DTYPES, check_choice
+        from rlhf_nb.export.formats import EXPORT_RECORD, ExportSource, check_format, export_model
+        from rlhf_nb.hub.merging import size_of
 
-        tell("The copy is written, then compared with the model: about a minute for 135M parameters.")
-        done = export_named(
-            model, out, to, on=on, limit=limit, answer_tokens=answer_tokens, reward=reward, max_kl=max_kl,
-            max_lost=max_lost, force=force, dtype=dtype, shard_size=shard_size, overwrite=overwrite,
+        check_format(to)
+        check_choice("--dtype", dtype, ("auto", "fp32", "bf16", "fp16"))
+        tell("The copy is written, then compared with the model: seconds for 135M parameters.")
+        done = export_model(
+            ExportSource(model), out, force=force, overwrite=overwrite, shard_bytes=size_of(shard_size),
+            dtype=None if dtype == "auto" else DTYPES[dtype],
         )  # fmt: skip
         for note in done.notes:
             tell(f"Note: {note}.")
         size = f"{done.bytes / 1e6:,.1f} MB (weights of the model: {done.source_bytes / 1e6:,.1f} MB)"
-        tell(f"{done.folder}: {model} as safetensors, {size}.\n{done.price}.", err=False)
-        tell(f"Measured on {done.price.measured_on}, in fp32; {out / EXPORT_RECORD} has all numbers.")
+        rounding = f"KL from the model {done.kl:.2g} nats a token (worst {done.kl_worst:.2g})"
+        tell(f"{done.folder}: {model} as safetensors, {size}; {rounding}.", err=False)
+        tell(f"{out / EXPORT_RECORD} has all numbers; rlhf-nb compare {model} {out} --suite NAME pairs answers.")
 
 # %% ../../nbs/cli/models.ipynb #c1530ab5
 _Models = typer.Argument(

@@ -10,10 +10,10 @@ import typer
 
 from .options import Debug, ConfigFile, Toy, print_rich, told
 from .settings import load_config, say_what_to_train
-from ..console import again, me, tell
+from ..console import me, tell
 
 # %% auto #0
-__all__ = ['sweep_command', 'fork_command', 'overopt_command']
+__all__ = ['sweep_command', 'overopt_command']
 
 # %% ../../nbs/cli/trials.ipynb #c1520a05
 _WORDS = "kl_coef=0.01,0.05 tries two values, optimizer.lr=log:1e-6..1e-4 a range; one value holds for all"
@@ -56,31 +56,6 @@ def sweep_command(
         made = sweep(base, request.tried(), folder, overwrite=overwrite, say=tell, **request.how())
         print_rich(sweep_table(made))
         tell(winners_lines(made, me()), err=False)
-
-
-def fork_command(
-    run: Path = _Run,
-    overrides: list[str] = typer.Argument(None, metavar="[KEY=VALUE]...",
-        help="what is changed, for example kl_coef=0.05"),
-    at: int = typer.Option(..., "--at", min=1, help="steps that both futures share"),
-    to: Path = typer.Option(None, "--to", help="folder of the fork; default: RUN-forkSTEP-1 beside the run"),
-    prepare: bool = typer.Option(False, "--prepare",
-        help="only make the folder; its method's command with --resume goes on"),
-    debug: bool = Debug,
-) -> None:  # fmt: skip
-    """Another future of a run: from a step on, with changed settings and the same random numbers."""
-    with told(debug, again()):
-        from rlhf_nb.pipeline.fork import prepare_fork, run_fork
-
-        made = prepare_fork(run, at, overrides or [], to)
-        steps = f" ({made.replayed} steps were made again)" if made.replayed else ""
-        tell(f"{made.folder}: {'; '.join(made.changes) or 'nothing changed'}, from step {at} on{steps}.", err=False)
-        if made.differs:
-            why = "other threads, machine or version. The fork shares random numbers, not bits."
-            tell(f"Note: the steps made again differ from the run's log ({made.differs}): {why}")
-        if not prepare:
-            run_fork(made)
-            tell(f"Both futures side by side: {me()} board {made.folder.parent}", err=False)
 
 
 def overopt_command(

@@ -11,14 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from ..core import t_quantile
 from .intervals import Estimate, mean_interval, share_interval
 from ..rewards.answers import after_thinking
 from ..rewards.formats import repetition
 from ..strict import table_of
 
 # %% auto #0
-__all__ = ['REFUSALS', 'distinct_n', 'is_refusal', 'ratio_interval', 'by_slice', 'describe']
+__all__ = ['REFUSALS', 'distinct_n', 'is_refusal', 'by_slice', 'describe']
 
 # %% ../../nbs/evaluate/metrics.ipynb #ff15dc58
 def _grams(text: str, n: int) -> list[tuple[str, ...]]:
@@ -47,23 +46,6 @@ _REFUSAL = re.compile("|".join(REFUSALS), re.IGNORECASE)
 def is_refusal(text: str) -> bool:
     """Whether an answer refuses, by the list `REFUSALS`, in its first 200 characters (after `</think>`)."""
     return bool(_REFUSAL.search(after_thinking(text).strip().replace("’", "'")[:200]))
-
-# %% ../../nbs/evaluate/metrics.ipynb #e904f86a
-def ratio_interval(above: Any, below: Any, level: float = 0.95) -> Estimate:
-    """Σ above / Σ below with an interval over rows.
-
-    Args:
-        above, below: [B]; the second positive.
-        level: of the interval.
-
-    Source: Cochran, "Sampling Techniques" (1977), section 6.4.
-    """
-    a, b = np.asarray(above, dtype=np.float64), np.asarray(below, dtype=np.float64)
-    ratio = float(a.sum() / b.sum())
-    if len(a) < 2:
-        return Estimate(ratio, -math.inf, math.inf, len(a), level, "ratio")
-    half = t_quantile(level, len(a) - 1) * float(((a - ratio * b) / b.mean()).std(ddof=1)) / math.sqrt(len(a))
-    return Estimate(ratio, ratio - half, ratio + half, len(a), level, "ratio")
 
 # %% ../../nbs/evaluate/metrics.ipynb #3ce86dd3
 def by_slice(

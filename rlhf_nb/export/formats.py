@@ -5,30 +5,131 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
 
 from .. import __version__
-from ..core import ConfigError, RunError, check_choice
+from ..config import ModelConfig
+from ..core import ConfigError, ModelError, RunError, check_choice, decide_precision
 from ..data.hub import sha256_of
-from .price import Price, AnswerScorer, probe_prompts, forward_of, held_out, measure_copy, too_dear
-from .source import ExportSource, load_fp32, write_safetensors
-from ..models.load import staged
+from ..models.load import load_causal_lm, probe_ids, staged
 from ..models.merge import sha256_of_weights, told_place
-from ..models.shards import SHARD_BYTES
+from ..models.shards import SHARD_BYTES, ModelTensors, write_beside, write_shards
 from ..strict import table_of
 from ..train.stage import read_json
 
 EXPORT_RECORD = "export.json"
-EXPORT_BOUND = 0.01  # largest KL(model ‖ copy) that is kept without being forced, nats a token
+EXPORT_BOUND = 0.01  # largest mean KL(model ‖ copy) that is kept without being forced, nats a token
 
 # %% auto #0
-__all__ = ['EXPORT_RECORD', 'EXPORT_BOUND', 'LEFT_OUT', 'check_format', 'Exported', 'earlier_files', 'check_target',
-           'export_model', 'readme']
+__all__ = ['EXPORT_RECORD', 'EXPORT_BOUND', 'LEFT_OUT', 'ExportSource', 'load_fp32', 'write_safetensors', 'rounding_kl',
+           'check_format', 'Exported', 'earlier_files', 'check_target', 'export_model']
+
+# %% ../../nbs/export/formats.ipynb #a861007
+@dataclass
+class ExportSource:
+    """A model that is exported.
+
+    Args:
+        place: directory, short name that was fetched, or an adapter's directory.
+
+    Raises:
+        ModelError: not on this machine, no safetensors, a reward model, or an adapter that doesn't fit.
+    """
+
+    place: str
+    tensors: ModelTensors = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tensors = ModelTensors(self.place)
+        if (
+            getattr(self.tensors.config, "reward_bias", None) is not None
+            or (self.tensors.own / "REWARD_MODEL.md").exists()
+        ):
+            raise ModelError(f"{self.place!r} is a reward model, and writes no texts: name the policy's folder.")
+
+    @cached_property
+    def model(self) -> Any:
+        """The model in fp32 on the CPU, an adapter merged."""
+        return load_fp32(self.place)
+
+    @property
+    def bytes(self) -> int:
+        """Of its weights, as they are stored."""
+        return sum(self.tensors.table[n].bytes for n in self.tensors)
+
+    @property
+    def numbers(self) -> int:
+        """How many weights it has."""
+        return sum(self.tensors.table[n].bytes // self.tensors.table[n].dtype.itemsize for n in self.tensors)
+
+
+def load_fp32(place: str | Path) -> Any:
+    """A causal language model in fp32 on the CPU, whatever its file holds.
+
+    Args:
+        place: directory or GGUF file.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*are unpacked to")  # that is what it is loaded for
+        return load_causal_lm(ModelConfig(name_or_path=str(place)), decide_precision("cpu", "fp32"), trainable=False)
+
+# %% ../../nbs/export/formats.ipynb #a861010
+def write_safetensors(
+    source: ExportSource, folder: Path, dtype: torch.dtype | None = None, shard_bytes: int = SHARD_BYTES
+) -> list[str]:
+    """Write a model as plain transformers reads it.
+
+    Args:
+        source: what is written.
+        folder: where to.
+        dtype: number format; None: as it is.
+        shard_bytes: of one file of weights.
+
+    Returns:
+        What a reader should know.
+    """
+    own = source.tensors
+    table = own.written(dtype)
+    write_shards(folder, table, lambda n: own[n].to(table[n][0]), shard_bytes)
+    write_beside(folder, own, dtype)
+    formats = sorted({str(d).removeprefix("torch.") for d, _ in table.values()})
+    return [f"numbers in {', '.join(formats)}" + (", the adapter merged" if own.adapter is not None else "")]
+
+# %% ../../nbs/export/formats.ipynb #a8680b1
+@torch.no_grad()
+def rounding_kl(model: Any, copy: nn.Module, new_tokens: int = 32) -> Tensor:
+    """KL(model ‖ copy) where the model continues two rows of tokens greedily, nats, [2, new_tokens].
+
+    Args:
+        model: a causal language model of transformers, in evaluation mode; copy: what was made of it.
+        new_tokens: written on each row.
+
+    Raises:
+        RunError: the two have different vocabularies.
+    """
+    prompts = probe_ids(model.config.get_text_config().vocab_size)
+    rows = model.generate(
+        prompts, attention_mask=torch.ones_like(prompts), do_sample=False, min_new_tokens=new_tokens,
+        max_new_tokens=new_tokens,
+    )  # fmt: skip
+    full, rounded = (m(input_ids=rows).logits[:, prompts.shape[1] - 1 : -1].double() for m in (model, copy))
+    if full.shape != rounded.shape:
+        raise RunError(
+            f"the model has {full.shape[-1]} logits and its copy {rounded.shape[-1]}: they don't speak of the same "
+            "tokens, and no KL can be formed."
+        )
+    p, q = full.log_softmax(-1), rounded.log_softmax(-1)
+    kl: Tensor = (p.exp() * (p - q)).sum(-1).clamp(min=0)
+    return kl
 
 # %% ../../nbs/export/formats.ipynb #a868007
 _TABLE = table_of("export/tables.yaml")
@@ -55,7 +156,8 @@ class Exported(NamedTuple):
     """A copy on disk."""
 
     folder: Path
-    price: Price
+    kl: float  # mean KL(model ‖ copy), nats a token
+    kl_worst: float  # of all positions
     bytes: int  # of what was written
     source_bytes: int  # of the model's weights
     notes: list[str]
@@ -125,48 +227,41 @@ def _gone_if_empty(out: Path, new: bool) -> Iterator[None]:
 
 
 def export_model(
-    source: ExportSource, out: Path, *, on: str | Path | None = None, limit: int = 32, answer_tokens: int = 32,
-    score: AnswerScorer | None = None,
-    max_kl: float | None = None, max_lost: float | None = None, force: bool = False, overwrite: bool = False,
-    dtype: torch.dtype | None = None, shard_bytes: int = SHARD_BYTES,
+    source: ExportSource, out: Path, *, force: bool = False, overwrite: bool = False, dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
 ) -> Exported:  # fmt: skip
-    """Write a model as safetensors, an adapter merged, if its price allows.
+    """Write a model as safetensors, an adapter merged.
 
     Args:
         source: the model.
         out: folder; made if need be.
-        on: file of held-out prompts; None: those of the package.
-        limit: prompts of the file; answer_tokens: most tokens of an answer.
-        score: rewards to compare; None: none.
-        max_kl: nats a token; None: `EXPORT_BOUND`. max_lost: of any reward; None: any.
-        force: keep a copy that is too dear. overwrite: replace an earlier export.
+        force: keep a copy whose KL is above `EXPORT_BOUND`. overwrite: replace an earlier export.
         dtype: number format of safetensors; None: as it is. shard_bytes: of one file of theirs.
 
     Raises:
-        RunError: the folder can't take it, or the copy is too dear; then nothing is left behind.
-        ConfigError, DataError, ModelError: what was asked for doesn't go together, can't be read, or can't be written.
+        RunError: the folder can't take it, or its KL is above the bound; then nothing is left behind.
+        ConfigError, ModelError: what was asked for doesn't go together, can't be read, or can't be written.
     """
     needed = source.bytes if dtype is None else source.numbers * dtype.itemsize
     check_target(out, source, int(1.05 * needed), overwrite)
-    held = probe_prompts(source.tokenizer) if on is None else held_out(source.tokenizer, on, limit)
     earlier, new = earlier_files(out), not out.exists()
     for left in out.glob(".saving-*"):
         shutil.rmtree(left, ignore_errors=True)
     with _gone_if_empty(out, new), staged(out, "export") as folder:
         notes = write_safetensors(source, folder, dtype, shard_bytes)
-        price = measure_copy(
-            forward_of(source.model), forward_of(load_fp32(folder)), source.tokenizer, held, eos=source.eos,
-            answer_tokens=answer_tokens, score=score,
-        )  # fmt: skip
-        dear = too_dear(price, EXPORT_BOUND if max_kl is None else max_kl, max_lost)
-        if dear and not force:
-            raise RunError(
-                f"the copy of {told_place(source.place)} isn't kept: {'; '.join(dear)}. --dtype auto rounds nothing; "
-                f"--force keeps it all the same. Nothing was left in {str(out)!r}."
-            )
+        kl = rounding_kl(source.model, load_fp32(folder))
+        mean, worst = float(kl.mean()), float(kl.max())
+        if not mean <= EXPORT_BOUND:
+            dear = f"its KL from the model is {mean:.2g} nats a token, above {EXPORT_BOUND:g}"
+            notes.append(f"kept by force: {dear}")
+            if not force:
+                raise RunError(
+                    f"the copy of {told_place(source.place)} isn't kept: {dear}. --dtype auto rounds nothing; --force "
+                    f"keeps it all the same. Nothing was left in {str(out)!r}."
+                )
         files = {p.name: p for p in sorted(folder.iterdir()) if p.is_file()}
         size = sum(p.stat().st_size for p in files.values())
-        done = Exported(out, price, size, source.bytes, notes + ([f"kept by force: {x}" for x in dear]))
+        done = Exported(out, mean, worst, size, source.bytes, notes)
         _describe(done, source, files, folder)
     for name in set(earlier) - {*files, EXPORT_RECORD, "README.md"}:
         (out / name).unlink(missing_ok=True)
@@ -174,34 +269,12 @@ def export_model(
 
 # %% ../../nbs/export/formats.ipynb #a868014
 def _describe(done: Exported, source: ExportSource, files: dict[str, Path], folder: Path) -> None:
-    """Write export.json and README.md."""
+    """Write export.json."""
     weights = sha256_of_weights(source.tensors)
     record = {
-        "schema": 1, "format": "safetensors", "rlhf_nb": __version__,
+        "schema": 2, "format": "safetensors", "rlhf_nb": __version__,
         "source": {"model": told_place(source.place), "bytes": done.source_bytes, "sha256": weights},
         "files": {name: {"bytes": p.stat().st_size, "sha256": sha256_of(p)} for name, p in files.items()},
-        "bytes": done.bytes, "notes": done.notes, "price": done.price.to_dict(),
+        "bytes": done.bytes, "notes": done.notes, "kl": done.kl, "kl_worst": done.kl_worst,
     }  # fmt: skip
     (folder / EXPORT_RECORD).write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    (folder / "README.md").write_text(readme(done, source), encoding="utf-8")
-
-
-def readme(done: Exported, source: ExportSource) -> str:
-    """What an export is, for who finds the folder.
-
-    Args:
-        done: the export.
-        source: what it was made of.
-    """
-    p = done.price
-    rows = [
-        ("KL from the model, nats a token", f"{p.kl:.2g} [{p.kl_low:.2g}, {p.kl_high:.2g}]"),
-        ("top-1 agreement", f"{p.top1:.1%}"),
-        ("the same greedy answer", f"{p.same_answers:.0%} of {p.prompts} prompts"),
-        ("size", f"{done.bytes / 1e6:,.1f} MB (weights of the model: {done.source_bytes / 1e6:,.1f} MB)"),
-    ]
-    for k, r in p.rewards.items():
-        rows.append((f"reward {k}", f"{r.full:.3f} → {r.copy:.3f}, lost {r.lost:.3f} [{r.low:.3f}, {r.high:.3f}]"))
-    words = {"place": told_place(source.place), "on": p.measured_on, "tokens": p.tokens, "record": EXPORT_RECORD}
-    table, notes = "\n".join(f"| {k} | {v} |" for k, v in rows), "".join(f" Note: {n}." for n in done.notes)
-    return str(_TABLE["readme"].format(**words, rows=table, notes=notes))

@@ -64,7 +64,9 @@ class FastDecoder(Blocks):
             body.device.type == "cpu"
         )  # where attention over float32 costs little, and its kernel for bfloat16 is the slower one
         self.cached: torch.dtype = body.get_input_embeddings().weight.dtype if on_cpu else dtype
-        self.token_bytes = 2 * len(self.layers) * self.kv_heads * self.head_dim * self.cached.itemsize
+        # what a CPU's keys and values are rounded to in each product, so that they are kept like it
+        self.kept = dtype if self.cached == torch.float32 else self.cached
+        self.token_bytes = 2 * len(self.layers) * self.kv_heads * self.head_dim * self.kept.itemsize
         self.rope: Tensor | None = None  # [length, 2, 1, D]: cos, and sin with rotate_half's sign folded in
         if not self.learned_positions:
             x = body.get_input_embeddings().weight  # its dtype is the residual stream's

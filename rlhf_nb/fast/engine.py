@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -124,7 +124,8 @@ class RowCache:
         least = 1 if block > 1 else -(-SMALLEST // (decoder.heads // decoder.kv_heads * decoder.head_dim))
         self.unit = max(WIDE, min(CHUNK, 1 << (least - 1).bit_length()))
         self.columns = _up(length + block, self.unit)
-        self.spare = columns_for(0, decoder.head_dim)
+        self.dense = decoder.kept.itemsize < decoder.cached.itemsize  # products of halves copy what has gaps
+        self.spare = 0 if self.dense else columns_for(0, decoder.head_dim)
         self.device: torch.device = decoder.body.get_input_embeddings().weight.device
         self.places = rows * (self.columns + self.spare) if places is None else places
         self.by_products = self.device.type == "cpu" and decoder.cached.itemsize >= 4  # else the library's attention
@@ -143,7 +144,7 @@ class RowCache:
         shape = (2, rows, d.kv_heads, columns + self.spare, d.head_dim)
         self.cache = []
         for _ in d.layers:
-            new = torch.zeros(shape, dtype=d.cached, device=self.device)
+            new = torch.zeros(shape, dtype=d.kept, device=self.device)
             if old:
                 before = old.pop(0)
                 r, c = min(before.shape[1], rows), min(before.shape[3] - self.spare, columns)
@@ -207,6 +208,7 @@ class RowCache:
         cache, device = self.cache, self.device
         kv_heads, across = cache[0].shape[2:4]
         groups, end = d.heads // kv_heads, _up(longest, self.unit)
+        end = across if self.dense and 2 * across <= 3 * end else end
         run = list(rows) == list(range(rows[0], rows[0] + n))
         index: Any = slice(rows[0], rows[0] + n) if run else _whole(rows, device)
         padded = [b if len(b) == width else [*b, *[b[-1]] * (width - len(b))] for b in blocks]
@@ -214,14 +216,15 @@ class RowCache:
         columns = columns[:, None] if width == 1 else columns[:, None] + self._steps[:width]
         asks, fewest = groups * width, FEWEST_ROWS if self.by_products else 1
         looks, few = columns if width == 1 else columns.repeat(1, groups), max(0, fewest - n * width)
-        bias = (looks.float()[:, None, :, None] - self._places[:end]).clamp_(max=0).mul_(FAR).to(d.cached)
+        bias = (looks.float()[:, None, :, None] - self._places[:end]).clamp_(max=0).mul_(FAR).to(d.kept)
         at = (self._lines[index, None] * across + columns[:, :, None]).flatten()  # where keys and values of a token go
         q = cache[0].new_zeros(n * kv_heads, max(min(least, fewest), asks), d.head_dim)
         scaled = q[:, :asks].view(n, kv_heads, groups, width, -1)
 
         def attend(layer: int, qkv: Tensor, scale: float) -> Tensor:
             live = qkv[: n * width].to(d.cached)
-            cache[layer].flatten(0, 3).index_copy_(0, at, live[:, d.heads :].reshape(-1, d.head_dim))
+            new = live[:, d.heads :].reshape(-1, d.head_dim).to(d.kept)
+            cache[layer].flatten(0, 3).index_copy_(0, at, new)
             queries = live[:, : d.heads].view(n, width, kv_heads, groups, -1).permute(0, 2, 3, 1, 4)
             k, v = cache[layer][:, index, :, :end].flatten(1, 2)
             if self.by_products:

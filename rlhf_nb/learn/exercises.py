@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..core import ConfigError
 from ..evaluate.intervals import mean_interval
-from .checks import EXERCISES, Exercise, CheckResult, grade, progress, submit
+from .checks import EXERCISES, Exercise, grade, progress, submit
 from .dojo import find_bug
 from .world import LessonWorld
 from ..losses.advantages import rloo_baseline

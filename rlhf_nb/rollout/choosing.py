@@ -3,6 +3,7 @@
 # %% ../../nbs/rollout/choosing.ipynb #9928b208
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -13,7 +14,7 @@ from ..config import SamplingConfig
 from ..types import sent
 
 # %% auto #0
-__all__ = ['running_sum', 'inverse_cdf', 'filter_logps', 'Chooser']
+__all__ = ['DRAWN_AT_ONCE', 'running_sum', 'inverse_cdf', 'filter_logps', 'Chooser']
 
 # %% ../../nbs/rollout/choosing.ipynb #410d0002
 def _by_triangles(x: Tensor) -> Tensor:
@@ -107,6 +108,9 @@ def filter_logps(logps: Tensor, sampling: SamplingConfig) -> Tensor:
     return logps
 
 # %% ../../nbs/rollout/choosing.ipynb #9c3c3bb1
+DRAWN_AT_ONCE = 1 << 17  # numbers whose copies a processor's caches hold
+
+
 class Chooser:
     """From logits to a token and its log-prob: temperature, minimum length, filters, one uniform number per row.
 
@@ -130,6 +134,13 @@ class Chooser:
             Tokens int64[B], their log-probs [B] at the temperature, *before* minimum length and filters, and bool[B]:
             is it an EOS?
         """
+        size = max(1, DRAWN_AT_ONCE // logits.shape[-1])
+        if logits.is_cpu and len(logits) > size:  # the same, a few rows at a time
+            each = [
+                torch.split(x, size) if torch.is_tensor(x) and x.dim() else itertools.repeat(x) for x in (u, position)
+            ]
+            chosen = [self(*part) for part in zip(torch.split(logits, size), *each)]
+            return tuple(torch.cat(x) for x in zip(*chosen))  # type: ignore[return-value]
         logps, allowed = self._allowed(logits, position)
         if self.greedy or u is None:
             tokens = allowed.argmax(-1)

@@ -22,7 +22,6 @@ from ..data.formats import Message
 from ..data.shapes import DataNote
 from ..data.sources import tokenize_prompts
 from ..data.templates import Reply, encode_prompts, encode_replies, set_chat_template
-from ..fast.support import unwrapped
 from .backends import Request, Sampler
 from .sampler import addresses, earlier, pad_id
 from .tools import Call, Tools, Waits, begin, call_form, parse_calls

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import math
+import time
+import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,10 +19,10 @@ from ..core import stops_at_once
 from ..losses.kl import kl_terms
 from .tools import begin
 from .workers import Drawn, Workers
-from ..types import Rollout
+from ..types import PromptBatch, Rollout
 
 # %% auto #0
-__all__ = ['RolloutsConfig', 'Scored', 'StepTicket', 'future_of', 'Rollouts', 'staleness']
+__all__ = ['RolloutsConfig', 'Scored', 'StepTicket', 'future_of', 'Learner', 'Rollouts', 'staleness']
 
 # %% ../../nbs/rollout/service.ipynb #5e710005
 _T = TypeVar("_T")
@@ -83,18 +85,58 @@ def future_of(value: _T) -> Future[_T]:
     return future
 
 # %% ../../nbs/rollout/service.ipynb #5e710006
+class Learner(Protocol):
+    """A method, as rollouts see it."""
+
+    def ask(self, r: Rollout) -> Scored:
+        """What the rewards say of a rollout, in whatever thread."""
+
+    def begun(self, prompts: PromptBatch, number: int, step: int, again: int = 0) -> StepTicket:
+        """A ticket of step `number`, drawn by the weights of now."""
+
+    def draw_further(self, step: int, pull: Callable[[], PromptBatch | None]) -> None:
+        """Begin what tickets need besides their own prompts, where it is due before this step."""
+
+    def arrived(self, ticket: StepTicket) -> None:
+        """Wait for a ticket that workers draw, and count it."""
+
+
 class Rollouts:
     """Tickets that are under way, by number.
 
     Args:
-        ask: gives the rewards of a rollout; each call has a thread of its own.
+        learner: the method that learns from them; each call of its `ask` has a thread of its own.
+        lag: steps between the weights that draw a ticket and those that learn from it.
         at_once: most tickets that are asked about at the same time; 0: in the caller's thread, before it goes on.
         workers: processes that draw; None: the learner draws.
     """
 
-    def __init__(self, ask: Callable[[Rollout], Scored], at_once: int, workers: Workers | None = None) -> None:
-        self.ask, self.at_once, self.workers = ask, at_once, workers
+    def __init__(self, learner: Learner, lag: int, at_once: int, workers: Workers | None = None) -> None:
+        self.learner, self.lag, self.at_once, self.workers = learner, lag, at_once, workers
+        self.ask = learner.ask
         self.tickets: dict[int, StepTicket] = {}
+        self._taken = math.nan  # when the last rewards were taken
+
+    def draw(self, step: int, total: int, pull: Callable[[], PromptBatch | None]) -> Any:
+        """The ticket of a step, after those of up to `lag` steps later were begun by the present weights; where nothing
+        is drawn ahead, its prompts; None: there is none.
+
+        Args:
+            step: steps done before.
+            total: steps in all.
+            pull: gives the next prompts, or None.
+        """
+        if not (self.lag or self.workers or self.tickets):  # those of a checkpoint are learnt from
+            return pull()
+        for number in range(max([step - 1, *self.tickets]) + 1, min(step + self.lag + 1, total)):
+            if (prompts := pull()) is None:
+                break
+            self.begin(self.learner.begun(prompts, number, step))
+        self.learner.draw_further(step, pull)
+        ticket = self.tickets.pop(step, None)
+        if ticket is not None and self.workers is not None:
+            self.learner.arrived(ticket)
+        return ticket
 
     def begin(self, ticket: StepTicket) -> None:
         """Take in a ticket that is drawn, and ask for its rewards."""
@@ -135,6 +177,24 @@ class Rollouts:
             ticket.said = None
             raise
 
+    def metrics(self, ticket: StepTicket) -> dict[str, float]:
+        """How old a ticket is, how long its rewards took, and what workers did meanwhile."""
+        metrics = {"rollout/lag": float(ticket.number - ticket.version), "perf/rewards_s": self.said(ticket).seconds}
+        if (workers := self.workers) is not None:
+            drawn = ticket.drawing.result()
+            metrics |= {"perf/workers_s": drawn.seconds, "perf/workers_cpu_s": drawn.cpu_seconds}
+            metrics |= {"perf/generator_idle": workers.idle(), "perf/worker_deaths": float(workers.deaths)}
+            metrics |= {} if drawn.difference is None else {"rollout/engine_difference": drawn.difference}
+        return metrics
+
+    def hides_little(self, ticket: StepTicket) -> str:
+        """Once, of a lag that has hardly any waiting to hide: what its rewards took of a step; else ""."""
+        seconds, now = self.said(ticket).seconds, time.monotonic()
+        step_s, self._taken = now - self._taken, now
+        if not self.lag or self.workers is not None or not seconds < 0.05 * step_s or ticket.number != self.lag + 1:
+            return ""
+        return f"the rewards of a step took {seconds:.2g} s of its {step_s:.2g} s, so there is little to hide"
+
     def state_dict(self, ends: Callable[[], object] = lambda: False) -> list[dict[str, Any]]:
         """All tickets, with their rewards; without, where they failed, or were late: they are asked for again.
 
@@ -162,7 +222,13 @@ class Rollouts:
         Args:
             told: by it.
             device: of the tickets' tensors.
+
+        A lag that was another one is told.
         """
+        earlier = max([t["number"] - t["version"] for t in told], default=None)
+        if earlier not in (self.lag, None):
+            order = f"the answers of {len(told)} steps in the checkpoint are learnt from first"
+            warnings.warn(f"rollouts.lag is {self.lag}, and was {earlier}: {order}.", stacklevel=4)
 
         def ticket_of(t: dict[str, Any]) -> StepTicket:
             drawn = Drawn(Rollout(**t["drawn"]).to(device))

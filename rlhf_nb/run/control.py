@@ -3,28 +3,21 @@
 # %% ../../nbs/run/control.ipynb #c5450004
 from __future__ import annotations
 
-import json
-import math
-import re
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from ..core import RunError, did_you_mean, stop_from_handler
-from ..files import open_regular
 from .callbacks import Flags
 from .log import REQUESTS, ControlRequests
 
 # %% auto #0
-__all__ = ['GracefulStop', 'Control', 'setting', 'RunControl', 'start_fork']
+__all__ = ['GracefulStop', 'Control', 'setting', 'RunControl']
 
 # %% ../../nbs/run/control.ipynb #33935ddd
 class GracefulStop:
@@ -267,41 +260,3 @@ class RunControl:
             if not request.get("again"):
                 with suppress(RunError):  # a file that can't be written any more must not end the run
                     self.requests.done(request, self.run.step, ok)
-
-# %% ../../nbs/run/control.ipynb #8fd1f4ff
-_RIGHTS = ("trust_remote_code", "programs_may_escape")  # settings by which code gets rights
-
-
-def start_fork(folder: str | Path, at: int, changes: Mapping[str, Any]) -> Path:
-    """Begin another future of a run in a process of its own, as `rlhf-nb fork FOLDER --at STEP KEY=VALUE` does.
-
-    Args:
-        folder: of the run; it may still be going on.
-        at: steps that both share.
-        changes: numbers, truth values or None by setting.
-
-    Returns:
-        The file that says what became of it.
-
-    Raises:
-        RunError: a setting that isn't a number, or no such folder.
-    """
-    for key, value in changes.items():
-        if key.rpartition(".")[2] in _RIGHTS:
-            raise RunError(f"{key} lets foreign code run, which no click may do. In a terminal: rlhf-nb fork")
-        number = value is None or (isinstance(value, int | float) and math.isfinite(value))
-        if not number or not re.fullmatch(r"[a-z]\w{0,60}(\.[a-z]\w{0,60}){0,5}", key, re.ASCII):
-            numbers = "a click changes numbers only. In a terminal: rlhf-nb fork"
-            raise RunError(f"{key} = {value!r:.80} can't be changed here: {numbers}")
-    log = Path(folder).resolve() / f"fork-{int(at)}.log"
-    words = [f"{key}={json.dumps(value)}" for key, value in changes.items()]
-    command = [sys.executable, "-m", "rlhf_nb", "fork", str(log.parent), "--at", str(int(at)), *words]
-    try:
-        with open_regular(log, "ab") as file:
-            made = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-            )
-    except OSError as error:
-        raise RunError(f"no fork of {folder} could be started: {error}") from error
-    threading.Thread(target=made.wait, daemon=True).start()
-    return log

@@ -44,8 +44,8 @@ Terms = dict[str, tuple[LossSum, float]]  # a loss: each term as a sum with its 
 
 # %% auto #0
 __all__ = ['BatchT', 'NumberT', 'Pairs', 'Terms', 'add_pairs', 'GradientWatch', 'asked_strategy', 'weigh', 'StopVote', 'Ranks',
-           'Blame', 'StepReport', 'roles_here', 'answers_only', 'placed', 'strategy_here', 'Engine', 'same_versions',
-           'engine_state', 'load_engine_state']
+           'Blame', 'StepReport', 'roles_here', 'answers_only', 'placed', 'strategy_here', 'MicroBatches', 'Engine',
+           'same_versions', 'engine_state', 'load_engine_state']
 
 # %% ../../nbs/run/engine.ipynb #4350c478
 class GradientWatch:
@@ -397,6 +397,71 @@ def strategy_here(precision: Precision) -> Strategy:
     strategy.name = asked
     return strategy
 
+# %% ../../nbs/run/engine.ipynb #6d1cba02
+class MicroBatches:
+    """Turns through the micro-batches of a mini-batch, on this rank: one by one, or on several cores at once.
+
+    Args:
+        engine: whose gradients they add to.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.replicas: Replicas | None = None  # of the module, where several cores share the work
+
+    def learn(self, method: Any, mini: Any, counts: Mapping[str, Tensor]) -> Iterable[tuple[Terms, Tensor]]:
+        """Forward and backward of a mini-batch.
+
+        Args:
+            method: with `module`, `micro_batches`, `loss` and `cost`, as in `loop.BaseMethod`.
+            mini: this rank's rows.
+            counts: for each term of the loss its denominator, summed over ranks.
+
+        Returns:
+            Of each micro-batch: the terms of its loss, and its part of the weighted sum of means.
+        """
+        crew = self._replicas_of(method.module)
+        with split_among(crew.workers if crew else 1):
+            micros = method.micro_batches(mini)
+        if crew is None:
+            return self._one_by_one(method, micros, counts)
+
+        def alone(module: nn.Module, micro: Any) -> tuple[Terms, Tensor]:
+            through = method
+            if module is not method.module:
+                through = copy.copy(method)
+                through.module = module
+            [learnt] = self._one_by_one(through, [micro], counts)
+            return learnt
+
+        return crew.run(alone, micros, [method.cost(micro) for micro in micros])
+
+    def _one_by_one(
+        self, method: Any, micros: list[Any], counts: Mapping[str, Tensor]
+    ) -> Iterator[tuple[Terms, Tensor]]:
+        """Micro-batches one after the other; at the end the last one again, weighing nothing,
+        while other ranks still compute.
+        """
+        engine = self.engine
+        extra = engine.behind(len(micros))
+        for i, micro in enumerate([*micros, *micros[-1:] * extra]):
+            with engine.accumulate(method.module, last=i == len(micros) + extra - 1):
+                with engine.autocast():
+                    terms = method.loss(micro)
+                loss = weigh(terms, counts, engine.device)
+                engine.backward(loss * (engine.world_size if i < len(micros) else 0))  # ranks' gradients are averaged
+            if i < len(micros):
+                yield terms, loss
+
+    def _replicas_of(self, module: nn.Module) -> Replicas | None:
+        """Who shares out micro-batches over the cores of this machine; None where one thread takes them all."""
+        workers = workers_for(module, learning=True) if self.engine.strategy.name == "single" else 1
+        if workers < 2 or draws_numbers(module):
+            return None
+        if self.replicas is None or self.replicas.workers != workers or not self.replicas.fits(module):
+            self.replicas = Replicas(module, workers)
+        return self.replicas
+
 # %% ../../nbs/run/engine.ipynb #d2aa85bb
 class Engine:
     """Devices, ranks, number formats, the optimizer: everything the loop does not want to know.
@@ -431,7 +496,7 @@ class Engine:
         self.recompute = False  # whether layers compute their activations again in the backward pass
         self._wrapped: nn.Module | None = None
         self._blame = Blame(self.ranks)
-        self._replicas: Replicas | None = None
+        self.learn = MicroBatches(self).learn
 
     def prepare(
         self, module: nn.Module, settings: OptimizerConfig, total_steps: int | None = None,
@@ -516,33 +581,6 @@ class Engine:
         """Add the gradient of a loss to what is there."""
         self.strategy.backward(loss)
 
-    def learn(self, method: Any, mini: Any, counts: Mapping[str, Tensor]) -> Iterable[tuple[Terms, Tensor]]:
-        """Forward and backward of a mini-batch in micro-batches, on this rank: one by one, or on several cores at once.
-
-        Args:
-            method: with `module`, `micro_batches`, `loss` and `cost`, as in `loop.BaseMethod`.
-            mini: this rank's rows.
-            counts: for each term of the loss its denominator, summed over ranks.
-
-        Returns:
-            Of each micro-batch: the terms of its loss, and its part of the weighted sum of means.
-        """
-        crew = self._replicas_of(method.module)
-        with split_among(crew.workers if crew else 1):
-            micros = method.micro_batches(mini)
-        if crew is None:
-            return self._one_by_one(method, micros, counts)
-
-        def alone(module: nn.Module, micro: Any) -> tuple[Terms, Tensor]:
-            through = method
-            if module is not method.module:
-                through = copy.copy(method)
-                through.module = module
-            [learnt] = self._one_by_one(through, [micro], counts)
-            return learnt
-
-        return crew.run(alone, micros, [method.cost(micro) for micro in micros])
-
     def asking(self) -> AbstractContextManager[None]:
         """Around all steps: inside, ranks that hold frozen models answer this one."""
         return nullcontext() if self.roles is None else self.roles.asking(self.precision)
@@ -561,31 +599,6 @@ class Engine:
         """Inside, a module's weights don't change: where they are rounded for products, each is rounded once."""
         here = self.strategy.name in ("single", "ddp")  # else weights come and go
         return half_copies(module, self.precision.compute_dtype if here else None)
-
-    def _one_by_one(
-        self, method: Any, micros: list[Any], counts: Mapping[str, Tensor]
-    ) -> Iterator[tuple[Terms, Tensor]]:
-        """Micro-batches one after the other; at the end the last one again, weighing nothing,
-        while other ranks still compute.
-        """
-        extra = self.behind(len(micros))
-        for i, micro in enumerate([*micros, *micros[-1:] * extra]):
-            with self.accumulate(method.module, last=i == len(micros) + extra - 1):
-                with self.autocast():
-                    terms = method.loss(micro)
-                loss = weigh(terms, counts, self.device)
-                self.backward(loss * (self.world_size if i < len(micros) else 0))  # ranks' gradients are averaged
-            if i < len(micros):
-                yield terms, loss
-
-    def _replicas_of(self, module: nn.Module) -> Replicas | None:
-        """Who shares out micro-batches over the cores of this machine; None where one thread takes them all."""
-        workers = workers_for(module, learning=True) if self.strategy.name == "single" else 1
-        if workers < 2 or draws_numbers(module):
-            return None
-        if self._replicas is None or self._replicas.workers != workers or not self._replicas.fits(module):
-            self._replicas = Replicas(module, workers)
-        return self._replicas
 
     def step(self, loss: Tensor | None = None, sums: Tensor | None = None) -> StepReport:
         """Clip, update and clear the gradients, unless something is not finite; the one host sync of an update.

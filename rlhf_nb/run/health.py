@@ -71,7 +71,7 @@ def _dearer(known: Known, config: Mapping[str, Any]) -> str:
     """How to raise the price of drift: from 0 there is nothing to double, and perhaps no reference."""
     if config.get("kl_coef") != 0:
         return "Raise kl_coef"
-    elsewhere = "" if "objective/kl" in known else " in a fork or a new run (this one keeps no reference)"
+    elsewhere = "" if "objective/kl" in known else " in a new run (this one keeps no reference)"
     return f"Set kl_coef=0.05 or more{elsewhere}"
 
 

@@ -32,15 +32,15 @@ from .hf_callbacks import as_callback
 from .lock import RunLock
 from .log import EventLog, History, Meter, RunDir, append_line
 from .overopt import stop_by
-from .state import Saves, checkpoint_job, condition, open_run
+from .state import Saves, condition, open_run
 from ..fast.workers import alone_if_small
 from ..scoring.packing import work
 from ..strict import table_of
 from ..types import Batch, sent
 
 # %% auto #0
-__all__ = ['BaseMethod', 'Sums', 'means', 'Source', 'StepStart', 'Boundary', 'too_many_bad', 'all_steps', 'learns_or_answers',
-           'Trainer']
+__all__ = ['BaseMethod', 'Sums', 'means', 'Source', 'StepStart', 'Feed', 'Boundary', 'too_many_bad', 'all_steps',
+           'learns_or_answers', 'Trainer']
 
 # %% ../../nbs/run/loop.ipynb #38ebbf32
 class BaseMethod(ABC):
@@ -92,16 +92,6 @@ class BaseMethod(ABC):
     def collect(self, batch: Any, step: int) -> Any:
         """What to learn from, made without gradient; `step` counts steps done before."""
         return batch
-
-    def draw_ahead(self, step: int, total: int, pull: Callable[[], Any]) -> Any:
-        """This step's batch, after those of later steps were begun; None: there is none. Asked where there is `ahead`.
-
-        Args:
-            step: steps done before.
-            total: steps in all.
-            pull: gives the next batch of the source, or None.
-        """
-        return None
 
     def look_ahead(self, peek: Callable[[], Any]) -> None:
         """Called before the updates of a step, where frozen models are on other ranks: what the next step will ask them
@@ -326,6 +316,55 @@ class StepStart:
             return f" (And no checkpoint could be left: {error})"
         return f" A checkpoint of step {run.step} was left; resume goes on from there."
 
+# %% ../../nbs/run/loop.ipynb #c2c69bfd
+class Feed:
+    """Where a run's batches come from: each rank takes its share of the source's next rows, and learns from pieces.
+
+    Args:
+        run: a trainer.
+    """
+
+    def __init__(self, run: Trainer) -> None:
+        self.run = run
+        self.rows = run.config.rollout_batch_size // run.method.group  # of the source, in a step
+
+    def pull(self) -> Any:
+        """This rank's share of the next global batch, collated, on the device; None when the source has run dry."""
+        with self.run.meter.time("data"):
+            mine = self._share_of(self.run.source.next_batch(self.rows))
+            self.run.exhausted = not mine
+            return self.batch_of(mine) if mine else None
+
+    def peek(self, n: int | None = None) -> Any:
+        """What `pull` gives next, or the first n rows of all ranks; they stay in the source."""
+        before = copy.deepcopy(self.run.source.state_dict())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the rows come again, and with them what is to be said of them
+            rows = self.run.source.next_batch(self.rows)
+        self.run.source.load_state_dict(before)
+        rows = self._share_of(rows) if n is None else rows[:n]
+        return self.batch_of(rows) if rows else None
+
+    def _share_of(self, rows: list[Any]) -> list[Any]:
+        """Of a global batch, this rank's rows."""
+        world = self.run.engine.world_size
+        return rows[: len(rows) // world * world][self.run.engine.rank :: world]
+
+    def batch_of(self, rows: list[Any]) -> Any:
+        """Rows collated, on the device."""
+        batch: Any = self.run.method.collate(rows)
+        return batch.to(self.run.engine.device) if hasattr(batch, "to") else batch
+
+    def mini_batches(self, data: Any) -> Iterator[Any]:
+        """All mini-batches of a step, in an order that depends on seed, step and inner epoch only; other ranks begin to
+        compute what the next step asks.
+        """
+        run, config = self.run, self.run.config
+        if run.engine.roles is not None and run.step + 1 < run.total_steps:
+            run.method.look_ahead(self.peek)
+        for epoch in range(config.num_inner_epochs):
+            yield from run.method.mini_batches(data, derive_seed(config.seed, "mini_batches", run.step, epoch))
+
 # %% ../../nbs/run/loop.ipynb #c2c69b05
 class Boundary:
     """What happens between two steps: observers look, requests are served, evaluation and checkpoint if they are due.
@@ -378,6 +417,16 @@ class Boundary:
             run.save()
         run.writer.check()
         return asked
+
+    def keep(self, numbers: Mapping[str, float]) -> dict[str, Any]:
+        """Write down what was measured on held-out rows; the same, under its names in the log."""
+        run = self.run
+        metrics: dict[str, Any] = {k if k.startswith("eval/") else f"eval/{k}": v for k, v in numbers.items()}
+        if metrics:
+            run.history.evals.append(run.event("eval", **metrics))
+        if run.started and run.method.by_question and run.engine.is_main:
+            append_line(run.run_dir.questions_path, {"step": run.step, **_written(run.method.by_question)})
+        return metrics
 
     def _warn(self, message: str) -> None:
         """Say something that is wrong and ends nothing."""
@@ -486,7 +535,6 @@ class Trainer:
         self.engine = engine or Engine(decide_precision(config.device, config.precision, parameters=size))
         self.engine.recompute = config.recompute
         _check_shares(config, self.engine.world_size, method.group)
-        self.rows_per_step = config.rollout_batch_size // method.group  # of the source
         self.total_steps = _planned_steps(source, config, method.group)
         epoch = _epoch_steps(source, config, method.group)
         self.eval_steps = epoch if config.eval_every == "epoch" else config.eval_every
@@ -498,7 +546,7 @@ class Trainer:
         self.step, self.updates, self.bad_in_a_row = 0, 0, 0
         self.started = self.exhausted = False
         self.failure: RunError | None = None
-        self.step_start, self.boundary = StepStart(self), Boundary(self)
+        self.feed, self.step_start, self.boundary = Feed(self), StepStart(self), Boundary(self)
         self.history, self.log, self.meter = History(), EventLog(None, self.engine.ranks.process), method.meter
         if self.engine.roles is not None:
             self.meter.further = self.engine.roles.wire.report
@@ -544,31 +592,11 @@ class Trainer:
         no more.
         """
         if self.method.ahead is None:
-            return self.pull()
+            return self.feed.pull()
         with self.step_start.kept(), self.meter.time("collect"), self.engine.inference():
-            ticket = self.method.draw_ahead(self.step, self.total_steps, self.pull)
+            ticket = self.method.ahead.draw(self.step, self.total_steps, self.feed.pull)
         self.exhausted = ticket is None
         return ticket
-
-    def pull(self) -> Any:
-        """This rank's share of the next global batch, collated, on the device; None when the source has run dry."""
-        with self.meter.time("data"):
-            rows, world = self.source.next_batch(self.rows_per_step), self.engine.world_size
-            mine = rows[: len(rows) // world * world][self.engine.rank :: world]
-            self.exhausted = not mine
-            return self.batch_of(mine) if mine else None
-
-    def peek(self) -> Any:
-        """What `pull` gives next; it stays in the source."""
-        before = copy.deepcopy(self.source.state_dict())
-        batch = self.pull()
-        self.source.load_state_dict(before)
-        return batch
-
-    def batch_of(self, rows: list[Any]) -> Any:
-        """Rows collated, on the device."""
-        batch: Any = self.method.collate(rows)
-        return batch.to(self.engine.device) if hasattr(batch, "to") else batch
 
     def collect(self, batch: Any) -> Any:
         """What this step learns from, made without gradient."""
@@ -588,7 +616,7 @@ class Trainer:
         done = skipped = 0
         with self.meter.time("update"):
             engine.set_lr(self.step)
-            for mini in self._mini_batches(data):
+            for mini in self.feed.mini_batches(data):
                 sums, counts = Sums(), engine.reduce_sum(method.denominators(mini))
                 with engine.steady(method.module):
                     for terms, loss in engine.learn(method, mini, counts):  # method.loss and backward, each micro-batch
@@ -657,17 +685,11 @@ class Trainer:
         """The method's held-out metrics; no random number of the training is used up by it."""
         with _same_numbers_after(), self.engine.inference():
             numbers = self.held_out_numbers()
-        metrics = {k if k.startswith("eval/") else f"eval/{k}": v for k, v in numbers.items()}
-        if metrics:
-            self.history.evals.append(self.event("eval", **metrics))
-        if self.started and self.method.by_question and self.engine.is_main:
-            append_line(self.run_dir.questions_path, {"step": self.step, **_written(self.method.by_question)})
-        return metrics
+        return self.boundary.keep(numbers)
 
     def held_out_numbers(self) -> dict[str, float]:
         """What the method measures on the held-out rows."""
-        metrics: dict[str, float] = self.method.evaluate(self.held_out)
-        return metrics
+        return dict(self.method.evaluate(self.held_out))
 
     def save(self, failed: bool = False) -> Path:
         """Hand a snapshot to the writer; returns where it will be.
@@ -681,16 +703,7 @@ class Trainer:
         """
         if not self.started:
             self.start()
-        self.lock.check()
-        if not failed:
-            self.saves.saved(self.step)
-        with self.meter.time("save"):
-            self.writer.submit(checkpoint_job(self, failed))
-        folder = self.run_dir.checkpoints / f"{'failed' if failed else 'step'}-{self.step:010d}"
-        self.event("save", path=folder.name)
-        if not failed:
-            self.observers.call("on_save", self, folder)
-        return folder
+        return self.saves.save(self, failed)
 
     def save_model(self, folder: str | Path | None = None) -> None:
         """Write the trained model for plain `from_pretrained` (default: into `model` in the run's folder); every
@@ -700,15 +713,6 @@ class Trainer:
             if self.engine.is_main:
                 self.method.save_model(Path(self.config.output_dir) / "model" if folder is None else Path(folder))
         self.engine.barrier()
-
-    def _mini_batches(self, data: Any) -> Iterator[Any]:
-        """All mini-batches of a step, in an order that depends on seed, step and inner epoch only; other ranks begin to
-        compute what the next step asks.
-        """
-        if self.engine.roles is not None and self.step + 1 < self.total_steps:
-            self.method.look_ahead(self.peek)
-        for epoch in range(self.config.num_inner_epochs):
-            yield from self.method.mini_batches(data, derive_seed(self.config.seed, "mini_batches", self.step, epoch))
 
 # %% ../../nbs/run/loop.ipynb #c2c69b08
 def _check_shares(config: TrainConfig, ranks: int, group: int) -> None:

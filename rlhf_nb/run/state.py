@@ -3,7 +3,6 @@
 # %% ../../nbs/run/state.ipynb #c5470004
 from __future__ import annotations
 
-import copy
 import json
 import math
 import os
@@ -247,6 +246,19 @@ class Saves:
             load_engine_state(run.engine, tensors, meta["engine"])
             run.event("best", path=folder.name, metric=self.metric, value=self.best and self.best["value"])
 
+    def save(self, run: Any, failed: bool) -> Path:
+        """Hand a snapshot of a run to its writer; returns where it will be. See `Trainer.save`."""
+        run.lock.check()
+        if not failed:
+            self.saved(run.step)
+        with run.meter.time("save"):
+            run.writer.submit(checkpoint_job(run, failed))
+        folder: Path = run.run_dir.checkpoints / f"{'failed' if failed else 'step'}-{run.step:010d}"
+        run.event("save", path=folder.name)
+        if not failed:
+            run.observers.call("on_save", run, folder)
+        return folder
+
     def saved(self, step: int) -> None:
         """A checkpoint of this step is being made."""
         if self.improves:
@@ -333,18 +345,9 @@ def clean_saves(folder: Path) -> None:
 
 def _check(run: Any) -> dict[str, Any] | None:
     """What the method's self-check says of the rows that come next; source and random numbers stay where they are."""
-
-    def peek(n: int) -> Any:
-        before = copy.deepcopy(run.source.state_dict())
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the rows come again, and with them what is to be said of them
-            rows = run.source.next_batch(run.rows_per_step)
-        run.source.load_state_dict(before)
-        return run.batch_of(rows[:n]) if rows else None
-
     state = rng_state()
     with run.engine.autocast(), run.engine.generation_mode():
-        report: dict[str, Any] | None = run.method.check(peek)
+        report: dict[str, Any] | None = run.method.check(run.feed.peek)
     set_rng_state(state)
     return report
 

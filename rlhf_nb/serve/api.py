@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from typing import Any
 
 from ..feedback.traffic import TrafficLog
@@ -14,8 +15,8 @@ from .door import gone, unless_gone
 from ..rollout.tools import call_form
 from .gate import Gate, read_keys
 from .meters import Meters
-from .protocol import Asked, ChatAsked, Form, Refused, TextAsked, usage
-from .reading import reading_routes
+from .protocol import AnythingAsked, Asked, ChatAsked, Form, Refused, TextAsked, usage
+from .reading import score
 from .settings import package_of_serving
 from .site import Site
 
@@ -166,11 +167,10 @@ def _routes(app: Any, web: Any, desk: Desk) -> None:
     """What the application answers to."""
     json_of = web.responses.JSONResponse
 
-    async def completions(request: Any) -> Any:
-        return await answer(desk, request, TextAsked)
-
-    async def chat(request: Any) -> Any:
-        return await answer(desk, request, ChatAsked)
+    async def embeddings(request: Any) -> Any:
+        await desk.intake.read(request, AnythingAsked)
+        raise Refused(400, "no embeddings are served: a chat model wasn't trained for them. Servers of models made for "
+            "search, such as vLLM, have /v1/embeddings.")  # fmt: skip
 
     async def models(request: Any) -> Any:
         desk.intake.who(request)
@@ -204,10 +204,10 @@ def _routes(app: Any, web: Any, desk: Desk) -> None:
         return web.Response(desk.meters.text(), media_type="text/plain; version=0.0.4")
 
     for path, call, method in (
-        ("/v1/completions", completions, "POST"), ("/v1/chat/completions", chat, "POST"), ("/v1/models", models, "GET"),
-        ("/v1/models/{name:path}", model, "GET"), ("/health", health, "GET"), ("/ready", ready, "GET"),
-        ("/metrics", metrics, "GET"),
+        ("/v1/completions", partial(answer, desk, kind=TextAsked), "POST"),
+        ("/v1/chat/completions", partial(answer, desk, kind=ChatAsked), "POST"),
+        ("/v1/score", partial(score, desk), "POST"),
+        ("/v1/embeddings", embeddings, "POST"), ("/v1/models", models, "GET"), ("/v1/models/{name:path}", model, "GET"),
+        ("/health", health, "GET"), ("/ready", ready, "GET"), ("/metrics", metrics, "GET"),
     ):  # fmt: skip
         app.router.add_route(path, desk.intake.guarded(call), methods=[method])
-    for path, reads in reading_routes(desk):
-        app.router.add_route(path, desk.intake.guarded(reads), methods=["POST"])

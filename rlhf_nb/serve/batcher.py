@@ -353,7 +353,7 @@ class Batcher:
         self._admit(now)
         for engine in self.engines.values():
             if engine.rows:
-                self._guarded(engine, engine.step)
+                _guarded(engine, engine.step)
 
     def _task(self) -> tuple[str, float, Callable[[], None]] | None:
         """The next task whose turn has come; None: there is none."""
@@ -373,17 +373,6 @@ class Batcher:
                 self._tasks.remove(first[""])
             return first.get("")
 
-    def _guarded(self, engine: ServedEngine, act: Callable[[], None]) -> bool:
-        """Do something with an engine; an error ends its answers, not the server."""
-        try:
-            act()
-            return True
-        except Exception as e:
-            log.exception("answers of a model were broken off")
-            message = f"the server could not compute this answer ({type(e).__name__})."
-            engine.end(lambda _: "error", message)
-            return False
-
     def _admit(self, now: float) -> None:
         """Let asks in, of who has had least first."""
         read = 0
@@ -396,7 +385,7 @@ class Batcher:
             name, asks = turn
             engine = self.engines[name]
             read += sum(map(len, {_text(ask) for ask in asks}))
-            if not self._guarded(engine, lambda: engine.begin(asks)):  # noqa: B023
+            if not _guarded(engine, lambda: engine.begin(asks)):  # noqa: B023
                 for ask in asks:
                     if ask.row is None or not ask.row.finish:  # else it was told
                         ask.end("error", "the server could not read this prompt.")
@@ -468,3 +457,15 @@ def _text(ask: Ask) -> tuple[int, ...]:
 def _over(ask: Ask, now: float) -> str | None:
     """Why an answer is broken off; None: it isn't."""
     return "cancelled" if ask.cancelled else "deadline" if now > ask.deadline else None
+
+
+def _guarded(engine: ServedEngine, act: Callable[[], None]) -> bool:
+    """Do something with an engine; an error ends its answers, not the server."""
+    try:
+        act()
+        return True
+    except Exception as e:
+        log.exception("answers of a model were broken off")
+        message = f"the server could not compute this answer ({type(e).__name__})."
+        engine.end(lambda _: "error", message)
+        return False

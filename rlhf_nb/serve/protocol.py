@@ -20,8 +20,8 @@ from ..untrusted import Unreadable, json_value
 
 # %% auto #0
 __all__ = ['HARMLESS', 'NEUTRAL', 'MOST_BRACKETS', 'MOST_COMMAS', 'MOST_KEYS', 'MOST_PROMPTS', 'MOST_TOOLS', 'MOST_SCHEMA',
-           'Refused', 'too_many', 'StreamOptions', 'Asked', 'ChatAsked', 'TextAsked', 'read_request', 'usage',
-           'chat_logprobs', 'text_logprobs', 'Form']
+           'Refused', 'too_many', 'StreamOptions', 'Asked', 'ChatAsked', 'TextAsked', 'AnythingAsked', 'read_request',
+           'usage', 'chat_logprobs', 'text_logprobs', 'Form']
 
 # %% ../../nbs/serve/protocol.ipynb #5e881006
 class Refused(Exception):
@@ -343,6 +343,10 @@ class TextAsked(Asked):
     def top(self) -> int | None:
         """How many of the likeliest tokens are told; None: no log-probs at all."""
         return self.logprobs
+
+
+class AnythingAsked(BaseModel):
+    """A request whose words are not looked at: it is refused."""
 
 # %% ../../nbs/serve/protocol.ipynb #365a0d19
 _A = TypeVar("_A", bound=BaseModel)

@@ -4,27 +4,23 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import math
-import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-import torch
 from pydantic import BaseModel, Field
 
 from ..data.templates import encode_continuations
-from ..scoring.head import split_head
 from ..scoring.scores import logps
 from .desk import Desk, rewards_of
 from .door import gone, unless_gone
-from .protocol import MOST_PROMPTS, Refused, _Ids, _Said, _Text
+from .protocol import MOST_PROMPTS, Refused, _Said, _Text
 from .settings import package_of_serving
 from .site import Model
 
 # %% auto #0
-__all__ = ['ScoreAsked', 'EmbeddingsAsked', 'log_probs', 'reward_of', 'embedding', 'reading_routes']
+__all__ = ['ScoreAsked', 'log_probs', 'reward_of', 'score']
 
 # %% ../../nbs/serve/reading.ipynb #e03c9e05
 class ScoreAsked(BaseModel, extra="forbid", strict=True, frozen=True):
@@ -34,29 +30,6 @@ class ScoreAsked(BaseModel, extra="forbid", strict=True, frozen=True):
     prompt: _Text | Annotated[list[_Said], Field(min_length=1, max_length=1000, fail_fast=True)]
     answers: list[_Text] = Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)
     user: str | None = Field(None, max_length=256)
-
-
-class EmbeddingsAsked(BaseModel, extra="forbid", strict=True, frozen=True):
-    """A request for `/v1/embeddings`."""
-
-    model: str = Field(max_length=200)
-    input: (
-        _Text
-        | Annotated[list[_Text], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
-        | _Ids
-        | Annotated[list[_Ids], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
-    )
-    encoding_format: Literal["float", "base64"] = "float"
-    user: str | None = Field(None, max_length=256)
-
-    @property
-    def texts(self) -> list[Any]:
-        """Each text, as text or as tokens."""
-        several = isinstance(self.input, list) and self.input and not isinstance(self.input[0], int)
-        given: list[Any] = self.input if several else [self.input]  # type: ignore[assignment]
-        if not all(given):
-            raise Refused(400, "an input is empty, so there is nothing to read.")
-        return list(given)
 
 # %% ../../nbs/serve/reading.ipynb #e03c9e07
 def _fit(model: Model, tokens: int) -> None:
@@ -86,16 +59,6 @@ def reward_of(model: Model, prompt: Sequence[int], given: Any, answer: list[int]
     """What the model's reward says of an answer; None: it has no opinion."""
     (score,) = rewards_of(model, prompt, given, [answer], needed=False)
     return None if model.rewards.stats.get("rewards/unscored") else score
-
-
-def embedding(model: Model, ids: list[int]) -> list[float]:
-    """The mean of a text's last hidden states, of length 1."""
-    body: Any = split_head(model.net)[0]
-    device = model.net.get_input_embeddings().weight.device
-    with model.on():
-        states = body(input_ids=torch.tensor([ids], device=device)).last_hidden_state[0]
-    mean = states.float().mean(0)
-    return [float(x) for x in mean / mean.norm().clamp(min=1e-12)]
 
 # %% ../../nbs/serve/reading.ipynb #e03c9e09
 async def _scored_answer(desk: Desk, query: ScoreAsked, model: Model, who: str) -> dict[str, Any]:
@@ -127,44 +90,14 @@ async def _scored_answer(desk: Desk, query: ScoreAsked, model: Model, who: str) 
     return {"object": "list", "data": data, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
 
 
-async def _embeddings(desk: Desk, query: EmbeddingsAsked, model: Model, who: str) -> dict[str, Any]:
-    """The response to a request for `/v1/embeddings`."""
-    texts, data, tokens = query.texts, [], 0
-    _fit(model, max(map(model.least, texts)))
-    desk.gate.charge(who, sum(map(model.least, texts)))
-    for i, text in enumerate(texts):
-        ids = await desk.intake.turns.do(who, model.least(text), model.encode, text)
-        desk.gate.fine(who, len(ids) - model.least(text))
-        _fit(model, len(ids))
-        vector: Any = _finite(await desk.read(who, len(ids), lambda x=ids: embedding(model, x)))  # type: ignore[misc]
-        if query.encoding_format == "base64":
-            vector = base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
-        data.append({"object": "embedding", "index": i, "embedding": vector})
-        tokens += len(ids)
-    return {"object": "list", "data": data, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
-
-
-_ROUTES: dict[str, tuple[type[BaseModel], Callable[..., Any]]] = {
-    "/v1/score": (ScoreAsked, _scored_answer), "/v1/embeddings": (EmbeddingsAsked, _embeddings),
-}  # fmt: skip
-
-
-def reading_routes(desk: Desk) -> list[tuple[str, Callable[[Any], Any]]]:
-    """Paths that take a POST, and what answers it."""
-
-    def route(kind: type[BaseModel], reply: Callable[..., Any]) -> Callable[[Any], Any]:
-        async def call(request: Any) -> Any:
-            who, read = await desk.intake.read(request, kind)
-            query: Any = read
-            model = desk.choose(query, who)
-            ticket, left = desk.gate.admit(who, 1), asyncio.ensure_future(gone(request))
-            try:
-                answer = await unless_gone(left, reply(desk, query, model, who))
-                return package_of_serving("fastapi").responses.JSONResponse({**answer, "model": query.model})
-            finally:
-                ticket.back()
-                left.cancel()
-
-        return call
-
-    return [(path, route(*how)) for path, how in _ROUTES.items()]
+async def score(desk: Desk, request: Any) -> Any:
+    """The response to a request for `/v1/score`."""
+    who, query = await desk.intake.read(request, ScoreAsked)
+    model = desk.choose(query, who)
+    ticket, left = desk.gate.admit(who, 1), asyncio.ensure_future(gone(request))
+    try:
+        scored = await unless_gone(left, _scored_answer(desk, query, model, who))
+        return package_of_serving("fastapi").responses.JSONResponse({**scored, "model": query.model})
+    finally:
+        ticket.back()
+        left.cancel()

@@ -218,4 +218,4 @@ class GRPOTrainer(OnlineTrainer[GRPOConfig]):
         self, config: GRPOConfig, model: Any, tokenizer: Any, rows: list[Row], **parts: Any
     ) -> OnlineMethod:
         """As in `OnlineTrainer`; dead groups are replaced by prompts of this trainer's source."""
-        return super().make_method(config, model, tokenizer, rows, more_prompts=self.pull, **parts)
+        return super().make_method(config, model, tokenizer, rows, more_prompts=lambda: self.feed.pull(), **parts)

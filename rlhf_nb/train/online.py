@@ -56,8 +56,8 @@ from ..types import PromptBatch, Rollout, along, host, within
 
 # %% auto #0
 __all__ = ['rollout_metrics', 'rollout_samples', 'group_metrics', 'promises_kept', 'reward_metrics', 'shuffled', 'OnlineMethod',
-           'holds_model', 'check_lag', 'check_workers', 'check_draws', 'evaluate_held_out', 'warn_of_endless',
-           'OnlineTrainer']
+           'holds_model', 'rollouts_of', 'check_ahead', 'check_lag', 'check_workers', 'check_draws',
+           'evaluate_held_out', 'warn_of_endless', 'OnlineTrainer']
 
 # %% ../../nbs/train/online.ipynb #3b274448
 @torch.no_grad()
@@ -256,7 +256,7 @@ class OnlineMethod(TextMethod):
             self.draws = Vllm.name
         ray = config.rollouts.ray
         self.ahead = self.rollouts if config.rollouts.lag or config.rollouts.workers or vllm or ray else None
-        self.temperature, self._taken, self._older = config.sampling.temperature, math.nan, 0.0
+        self.temperature, self._older = config.sampling.temperature, 0.0
 
     @abstractmethod
     def advantages(self, r: Rollout) -> Rollout:
@@ -348,52 +348,28 @@ class OnlineMethod(TextMethod):
     @cached_property
     def rollouts(self) -> Rollouts:
         """Tickets that are under way."""
-        now = any(holds_model(fn) for fn in self.rewards.fns)  # it computes with what the updates compute with
-        how = self.config.rollouts
-        parts = lambda: (self.model, self.besides or self.sampler, self.tokenizer, self.adapter)
-        count, place = how.workers or int(bool(how.vllm or how.ray)), None
-        if how.ray is not None:
-            from rlhf_nb.rollout.ray import OnRay
-
-            place = OnRay(how.ray, count)
-        workers = Workers(count, how.lag + 2, parts, place) if count else None
-        return Rollouts(self.ask, 0 if now else how.at_once or how.lag + 1, workers)
+        return rollouts_of(self)
 
     def load_ahead(self, told: list[dict[str, Any]]) -> None:
         """Tickets of a checkpoint."""
         self.ahead = self.rollouts
         self.rollouts.load_state_dict(told, self.engine.device)
-        lag, was = self.config.rollouts.lag, max([t["number"] - t["version"] for t in told], default=None)
-        if was not in (lag, None):
-            first = f"the answers of {len(told)} steps in the checkpoint are learnt from first"
-            warnings.warn(f"rollouts.lag is {lag}, and was {was}: {first}.", stacklevel=3)
 
     def heat(self, temperature: float) -> None:
         """Draw, score and learn at this temperature from now on."""
         if temperature != self.config.sampling.temperature:
             setting(self, "sampling.temperature", 0.0, math.inf).set(temperature)
 
-    def draw_ahead(self, step: int, total: int, pull: Callable[[], PromptBatch | None]) -> Any:
-        """The ticket of a step, after those of up to `rollouts.lag` steps later were drawn by the present weights."""
-        tickets, how = self.rollouts.tickets, self.config.rollouts
-        if not (how.lag or self.rollouts.workers or tickets):  # those of a checkpoint are learnt from
-            return pull()
-        for number in range(max([step - 1, *tickets]) + 1, min(step + how.lag + 1, total)):
-            if (prompts := pull()) is None:
-                break
-            self.rollouts.begin(self.begun(prompts, number, step))
-        self.draw_further(step, pull)
-        ticket = tickets.pop(step, None)
-        if ticket is not None and self.rollouts.workers is not None:
-            for t in (ticket, *ticket.further):
-                with self.meter.time("wait_answers"), stops_at_once():
-                    drawn = t.drawing.result()
-                self.meter.generated += int(drawn.rollout.completion_mask.sum())
-            self.sampler.slots_in_use = ticket.drawing.result().slots
-        return ticket
-
     def draw_further(self, step: int, pull: Callable[[], PromptBatch | None]) -> None:
         """Begin what tickets need besides their own prompts, where it is due before this step."""
+
+    def arrived(self, ticket: StepTicket) -> None:
+        """Wait for a ticket that workers draw, and count it."""
+        for t in (ticket, *ticket.further):
+            with self.meter.time("wait_answers"), stops_at_once():
+                drawn = t.drawing.result()
+            self.meter.generated += int(drawn.rollout.completion_mask.sum())
+        self.sampler.slots_in_use = ticket.drawing.result().slots
 
     def begun(self, prompts: PromptBatch, number: int, step: int, again: int = 0) -> StepTicket:
         """A ticket of step `number`, drawn by the weights of now: here at once, or by workers while this process goes
@@ -405,7 +381,7 @@ class OnlineMethod(TextMethod):
             again: as in `rollout`.
         """
         self.heat(self.temperature)
-        self._check_kept(prompts.columns)
+        check_ahead(prompts.columns, self.config.rollouts.lag)
         workers, seed = self.rollouts.workers, self.seed_of(again)
         if workers is None:
             drawing = future_of(Drawn(self.answers(prompts, number, seed=seed)))
@@ -421,17 +397,6 @@ class OnlineMethod(TextMethod):
     def seed_of(self, again: int) -> int:
         """The seed of a step's answers, after so many rounds of it."""
         return derive_seed(self.config.seed, "again", again) if again else self.config.seed
-
-    def _check_kept(self, columns: Mapping[str, Any]) -> None:
-        """Refuse, before the first of them is drawn, tickets whose columns no checkpoint could hold."""
-        try:
-            split_state(dict(columns))
-        except CheckpointError as e:
-            what = str(e).partition(";")[0].replace("the state at", "the column at")
-            raise ConfigError(
-                f"rollouts.lag is {self.config.rollouts.lag}, and checkpoints keep what is drawn ahead with its "
-                f"columns, but {what}. Give text or numbers instead, leave the column out, or set rollouts.lag=0."
-            ) from e
 
     def ask(self, r: Rollout) -> Scored:
         """What the rewards say of a rollout, in whatever thread."""
@@ -465,14 +430,10 @@ class OnlineMethod(TextMethod):
                 return self.rewards(r)
             said = self.rollouts.said(self.ticket)
         self.rewards.stats, self.rewards.steps = said.stats, said.steps
-        now, lag = time.monotonic(), self.config.rollouts.lag
-        took, dear = now - self._taken, f"{self._older:.2g} s a step faster, which scoring older answers takes"
-        hides = self.rollouts.workers is not None or not said.seconds < 0.05 * took
-        if lag and not hides and self.ticket.number == lag + 1:
-            share = f"the rewards of a step took {said.seconds:.2g} s of its {took:.2g} s, so there is little to hide"
-            older = f"and answers are learnt from that are older: lag=0 is {dear if self._older else 'as fast'}."
-            warnings.warn(f"rollouts.lag is {lag}, but {share}, {older}", stacklevel=5)
-        self._taken = now
+        if little := self.rollouts.hides_little(self.ticket):
+            dear = f"{self._older:.2g} s a step faster, which scoring older answers takes" if self._older else "as fast"
+            lag = f"rollouts.lag is {self.rollouts.lag}, but {little}"
+            warnings.warn(f"{lag}, and answers are learnt from that are older: lag=0 is {dear}.", stacklevel=5)
         return said.scores, said.parts
 
     @torch.no_grad()
@@ -547,18 +508,8 @@ class OnlineMethod(TextMethod):
 
     @torch.no_grad()
     def lag_metrics(self, r: Rollout) -> dict[str, float]:
-        """How old a rollout is, how long its rewards took where they were asked for ahead, and, where π_old was scored,
-        how far the policy is from who drew.
-        """
-        found = {"rollout/lag": 0.0}
-        if self.ticket is not None:
-            lag = float(self.ticket.number - self.ticket.version)
-            found = {"rollout/lag": lag, "perf/rewards_s": self.rollouts.said(self.ticket).seconds}
-        if self.ticket is not None and (workers := self.rollouts.workers) is not None:
-            drawn = self.ticket.drawing.result()
-            found |= {"perf/workers_s": drawn.seconds, "perf/workers_cpu_s": drawn.cpu_seconds}
-            found |= {"perf/generator_idle": workers.idle(), "perf/worker_deaths": float(workers.deaths)}
-            found |= {} if drawn.difference is None else {"rollout/engine_difference": drawn.difference}
+        """What rollouts tell of a ticket, and, where π_old was scored, how far the policy is from who drew."""
+        found = {"rollout/lag": 0.0} if self.ticket is None else self.rollouts.metrics(self.ticket)
         if r.rollout_logps is None or r.old_logps is r.rollout_logps:
             return found
         return found | staleness(r.need("old_logps"), r.rollout_logps, r.completion_mask)
@@ -605,6 +556,40 @@ class OnlineMethod(TextMethod):
 def holds_model(fn: Any) -> bool:
     """Whether a reward computes with a model of this process: then asking it is no waiting."""
     return any(isinstance(x, nn.Module) for x in [*getattr(fn, "members", ()), *getattr(fn, "__dict__", {}).values()])
+
+
+def rollouts_of(method: OnlineMethod) -> Rollouts:
+    """The tickets of a method, with the workers that draw them, if there are any."""
+    now = any(holds_model(fn) for fn in method.rewards.fns)  # it computes with what the updates compute with
+    how = method.config.rollouts
+    parts = lambda: (method.model, method.besides or method.sampler, method.tokenizer, method.adapter)
+    count, place = how.workers or int(bool(how.vllm or how.ray)), None
+    if how.ray is not None:
+        from rlhf_nb.rollout.ray import OnRay
+
+        place = OnRay(how.ray, count)
+    workers = Workers(count, how.lag + 2, parts, place) if count else None
+    return Rollouts(method, how.lag, 0 if now else how.at_once or how.lag + 1, workers)
+
+
+def check_ahead(columns: Mapping[str, Any], lag: int) -> None:
+    """Refuse, before the first of them is drawn, tickets whose columns no checkpoint could hold.
+
+    Args:
+        columns: of the prompts.
+        lag: of the rollouts.
+
+    Raises:
+        ConfigError: one holds what is no text and no number.
+    """
+    try:
+        split_state(dict(columns))
+    except CheckpointError as e:
+        what = str(e).partition(";")[0].replace("the state at", "the column at")
+        raise ConfigError(
+            f"rollouts.lag is {lag}, and checkpoints keep what is drawn ahead with its "
+            f"columns, but {what}. Give text or numbers instead, leave the column out, or set rollouts.lag=0."
+        ) from e
 
 
 def check_lag(method: OnlineMethod) -> None:
@@ -804,7 +789,7 @@ class OnlineTrainer(TextTrainer[_O]):
 
     def prompts(self, n: int | None = None) -> PromptBatch:
         """The prompts of the next n answers (default: a rollout batch)."""
-        rows = self.source.next_batch(self.rows_per_step if n is None else n // self.method.group)
+        rows = self.source.next_batch(self.feed.rows if n is None else n // self.method.group)
         return self.method.collate(rows).to(self.engine.device)
 
     def rollout(self, prompts: PromptBatch) -> Rollout:

@@ -56,6 +56,27 @@ def kept_length(row: Row) -> int:
     """Tokens of a prompt with the longer of its answers, after the cut."""
     return sum(row_lengths({k: v for k, v in row.items() if k.endswith("_ids")}))
 
+
+def _rows_given(config: TextConfig, kind: RowKind, rows: list[Row] | None, eval_rows: list[Row] | None) -> _Given:
+    """The rows that were passed, or those of `config.data`; left unread where they are streamed.
+
+    Args:
+        config: of the run.
+        kind: of its rows.
+        rows, eval_rows: that were passed; None: none were.
+    """
+    data = config.data
+    if rows is not None:
+        if data.columns or data.shape:
+            rows = list(in_kind(renamed(rows, data.columns), kind, reading_of(data, config.seed)))
+        return _Given(False, [(rows, [])], eval_rows or [])
+    if data.streaming and world_of(data.path) is None:
+        held = held_out_of_stream(data, kind, config.seed)
+        return _Given(True, [], held if eval_rows is None else eval_rows)
+    parts = load_parts(data, kind, config.seed)
+    held = [row for _, rest in parts for row in rest]
+    return _Given(False, parts, held if eval_rows is None else eval_rows)
+
 # %% ../../nbs/train/trainer.ipynb #8d95d98f
 def _begun_without_asking(run: RunDir) -> bool:
     """Whether a run goes on that an older version began, or one whose settings can't be read."""
@@ -167,7 +188,7 @@ class TextTrainer(Trainer, _OfConfig[_T]):
             raise ConfigError("a model was given without its tokenizer: pass both, or neither.")
         else:
             check_adapters(config, model)
-        given = self._given(config, rows, eval_rows)
+        given = _rows_given(config, self.kind, rows, eval_rows)
         reads = data_read(config.data) if rows is None else []  # after the rows: what is no data is refused first
         method = self.make_method(config, model, tokenizer, given.rows, **(parts or {}))
         if left_out := dropout_left_out(config, method):
@@ -201,20 +222,6 @@ class TextTrainer(Trainer, _OfConfig[_T]):
         if reference is not None and not reference.adapters_off and self.engine.strategy.name in ("single", "ddp"):
             if not hasattr(reference.model, "hf_device_map"):  # a model that was given on the CPU was copied there
                 reference.model.to(self.engine.device)
-
-    def _given(self, config: _T, rows: list[Row] | None, eval_rows: list[Row] | None) -> _Given:
-        """The rows that were passed, or those of `config.data`; left unread where they are streamed."""
-        data = config.data
-        if rows is not None:
-            if data.columns or data.shape:
-                rows = list(in_kind(renamed(rows, data.columns), self.kind, reading_of(data, config.seed)))
-            return _Given(False, [(rows, [])], eval_rows or [])
-        if data.streaming and world_of(data.path) is None:
-            held = held_out_of_stream(data, self.kind, config.seed)
-            return _Given(True, [], held if eval_rows is None else eval_rows)
-        parts = load_parts(data, self.kind, config.seed)
-        held = [row for _, rest in parts for row in rest]
-        return _Given(False, parts, held if eval_rows is None else eval_rows)
 
     def start(self, resume: bool = False, overwrite: bool = False) -> None:
         """As in `Trainer`; the run's folder keeps which files were read."""

@@ -201,6 +201,24 @@ def _fit_embeddings(model: Any, tokens: int) -> None:
         warnings.warn(f"{known}: {added} were added, all alike. Is it the tokenizer of this model?", stacklevel=5)
 
 # %% ../../nbs/train/words.ipynb #22e2f468
+def _config_of(trainer: str, kind: type[StrictConfig], config: Any) -> Any:
+    """A trainer's config: ours, or made of one of transformers."""
+    config = kind() if config is None else config
+    if not isinstance(config, StrictConfig) and hasattr(config, "per_device_train_batch_size"):
+        config = _of_transformers(kind, config)
+    if not isinstance(config, StrictConfig):
+        raise ConfigError(
+            f"{trainer}: the config is a {type(config).__module__.split('.')[0]} {type(config).__name__}; write "
+            f"{kind.__name__}(...) of rlhf_nb, which takes TRL's words where they mean the same."
+        )
+    if lacks := sorted(name for name in kind.model_fields if not hasattr(config, name)):
+        raise ConfigError(
+            f"{trainer}: the config is a {type(config).__name__}, which says nothing of {', '.join(lacks[:3])}: write "
+            f"{kind.__name__}(...)."
+        )
+    return config
+
+
 def our_arguments(
     trainer: str, kind: type[StrictConfig], takes: list[str], args: tuple[Any, ...], given: dict[str, Any]
 ) -> dict[str, Any]:
@@ -223,20 +241,8 @@ def our_arguments(
     if isinstance(out.get("value_model"), nn.Module):
         out["value_model"] = ValueModel.from_classifier(out["value_model"])
     config, peft_config = out.get("config"), out.pop("peft_config", None)
-    config = kind() if config is None else config
-    if not isinstance(config, StrictConfig) and hasattr(config, "per_device_train_batch_size"):
-        config = _of_transformers(kind, config)
-    if not isinstance(config, StrictConfig):
-        raise ConfigError(
-            f"{trainer}: the config is a {type(config).__module__.split('.')[0]} {type(config).__name__}; write "
-            f"{kind.__name__}(...) of rlhf_nb, which takes TRL's words where they mean the same."
-        )
-    if lacks := sorted(name for name in kind.model_fields if not hasattr(config, name)):
-        raise ConfigError(
-            f"{trainer}: the config is a {type(config).__name__}, which says nothing of {', '.join(lacks[:3])}: write "
-            f"{kind.__name__}(...)."
-        )
-    config, model, tokenizer = cast(Any, config), out.get("model"), out.get("tokenizer")
+    config = _config_of(trainer, kind, config)
+    model, tokenizer = out.get("model"), out.get("tokenizer")
     trust: bool = config.model.trust_remote_code
     if isinstance(tokenizer, str | Path):
         tokenizer = load_tokenizer(ModelConfig(name_or_path=str(tokenizer), trust_remote_code=trust))

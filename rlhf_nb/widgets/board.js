@@ -166,8 +166,7 @@ class Table {
     tr.append(pick);
     for (const [key] of columns) {
       const td = el("td", ["name", "method", "model", "state", "date"].includes(key) ? "" : ["tags", "note"].includes(key) ? "rb-said" : "rb-number");
-      if (key === "name") td.append(button(row.name, () => this.open(row.stages.length ? row.stages.map(s => s.name) : [row.name]), "rb-link"),
-        ...(row.parent && row.at != null ? [el("div", "rb-note", `from step ${row.at} of ${row.parent}: ${row.changed || "nothing changed"}`)] : []));
+      if (key === "name") td.append(button(row.name, () => this.open(row.stages.length ? row.stages.map(s => s.name) : [row.name]), "rb-link"));
       else if (key === "tags") {
         td.append(...row.tags.map(t => button(t, () => { this.word.value = t; this.draw(); }, "rb-tag")));
         if (this.change && row.kind !== "seeds") {
@@ -203,36 +202,18 @@ class Compare {
     host.append(this.lights, this.steer, this.curves, this.below);
   }
 
-  // Asked of the run itself, or begun beside it: only where the page knows the word.
+  // Asked of the run itself: only where the page knows the word.
   async send(what) {
     try { this.said.textContent = await this.change({run: this.told.members[0], ...what}); }
     catch (e) { this.said.textContent = `${e.message || e}`; }
   }
 
   tools() {
-    const {state, step} = this.told.runs[0], going = ["running", "paused"].includes(state), known = this.told.settings;
-    const shape = JSON.stringify([going, this.pinned ?? null, known.map(s => s.key)]);
-    if (shape === this.shape) return;
-    this.shape = shape;
+    const going = ["running", "paused"].includes(this.told.runs[0].state);
+    if (going === this.going) return;
+    this.going = going;
     this.steer.hidden = false;
-    const at = this.pinned ?? step, key = el("select"), value = el("input");
-    key.setAttribute("aria-label", "setting");
-    Object.assign(value, {size: 8, inputMode: "decimal"});
-    value.setAttribute("aria-label", "its new value");
-    const numbers = known.filter(s => s.values[0] != null && /^(true|false|none|[-+.\de]+)$/i.test(s.values[0]) && !/^(seed|steps)$|^(data|model)\./.test(s.key));
-    for (const s of numbers) { const o = el("option", "", s.key); o.value = s.key; key.append(o); }
-    const show = () => { value.value = numbers.find(s => s.key === key.value)?.values[0] ?? ""; };
-    key.onchange = show;
-    if (numbers.some(s => s.key === "kl_coef")) key.value = "kl_coef";
-    show();
-    const words = {true: true, false: false, none: null};
-    this.steer.replaceChildren(
-      ...(going ? ["pause", "resume", "save", "evaluate", "stop"].map(r => button(r, () => this.send({request: r}))) : []),
-      ...(at > 0 && numbers.length ? [el("span", "", `another future from step ${at.toLocaleString("en")}:`), key, value, button("begin it", () => {
-        const text = value.value.trim().toLowerCase(), x = text in words ? words[text] : Number(text || NaN);
-        if (Number.isNaN(x)) this.said.textContent = `${key.value} takes a number here, or true, false, none`;
-        else this.send({request: "fork", at, changes: {[key.value]: x}});
-      }, "rb-main")] : []), this.said);
+    this.steer.replaceChildren(...(going ? ["pause", "resume", "save", "evaluate", "stop"].map(r => button(r, () => this.send({request: r}))) : []), this.said);
   }
 
   update(told) {
@@ -276,26 +257,12 @@ class Compare {
       tr.append(el("td", "", p.what), el("td", "", p.metric), el("td", "rb-number" + (sure ? " rb-sure" : ""), `${p.gap > 0 ? "+" : ""}${short(p.gap)} ${p.half == null ? "(one pair: no interval)" : `± ${short(p.half)}`}`), el("td", "rb-number", p.pairs));
       return tr;
     }))));
-    if (told.futures && told.futures.length) parts.push(fold("futures of this run", true, this.futures(told.futures)));
     const differ = told.settings.filter(s => s.differs);
     if (told.runs.length > 1) parts.push(fold(`settings that differ (${differ.length})`, true, this.settings("settings that differ", differ)));
     parts.push(fold("all settings", false, this.settings("all settings", told.settings)));
     if (told.events.length) parts.push(fold("events", false, this.list(told.events)));
     for (const part of parts) if (open.has(part.firstChild.textContent)) part.open = true;
     this.below.replaceChildren(...parts);
-  }
-
-  // The tree of a run and what was forked from it; a click lays a future over its parent.
-  futures(all) {
-    const list = el("ul", "rb-tree"), line = [];
-    for (const f of all) {
-      line[f.depth] = f.name;
-      const li = el("li"), runs = f.depth ? [line[f.depth - 1], f.name] : [f.name];
-      li.style.marginLeft = `${f.depth * 1.4}em`;
-      li.append(this.go ? button(f.name, () => this.go(runs), "rb-link") : f.name, f.depth ? ` from step ${f.at}: ${f.changed || "nothing changed"}` : "");
-      list.append(li);
-    }
-    return list;
   }
 
   grid(name, heads, rows) {

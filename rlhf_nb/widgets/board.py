@@ -11,7 +11,6 @@ from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 from ..core import RunError, printable
-from ..run.control import start_fork
 from ..files import read_regular
 from ..untrusted import Unreadable, json_value
 from .collect import LabelDesk, read_pairs
@@ -76,14 +75,14 @@ def _told(runs: Runs, path: str, desk: LabelDesk | None = None) -> tuple[str, st
         except (ValueError, OverflowError):
             return None
         compared = runs.compare(*names, by=first("by", "step"), pooled=first("pooled") != "0", window=window)
-        told = compared.data(step) | {"futures": runs.futures(compared.readers[0].label) if len(names) == 1 else []}
+        told = compared.data(step)
     else:
         return None
     return "application/json", json.dumps(told, allow_nan=False)
 
 
 def _change(runs: Runs, body: bytes, desk: LabelDesk | None = None, steer: bool = True) -> tuple[str, str]:
-    """Do what a person asked for on the page: notes and tags, a request to a run, a fork; returns what is said.
+    """Do what a person asked for on the page: notes and tags, a request to a run; returns what is said.
 
     Raises:
         RunError: it can't be done.
@@ -105,11 +104,6 @@ def _change(runs: Runs, body: bytes, desk: LabelDesk | None = None, steer: bool 
         runs.note(name, str(told.get("note", "")))
         runs.tag(name, *tags, remove=[t for t in remarks_of(place)["tags"] if t not in tags])
         message = "kept"
-    elif request == "fork":
-        changes = told.get("changes")
-        if type(told.get("at")) is not int or not isinstance(changes, dict):
-            raise RunError("a fork needs a step and what is changed")
-        message = f"it begins; what it says: {start_fork(place, told['at'], changes)}"
     elif (reader := runs.open(name)).others or reader.status.over:
         raise RunError(f"{name} is over, or another program's, so it can't be asked")
     else:
@@ -137,7 +131,7 @@ def serve_board(
         host: "0.0.0.0" lets other machines look, by an address with a secret word.
         block: False returns at once; the server then runs in a thread, until `server.shutdown()`.
         say: is told the address.
-        steer: who has the address that is told may write notes and tags, ask runs for things, and fork them.
+        steer: who has the address that is told may write notes and tags, and ask runs for things.
         label: a file of pairs, which people label at `/label` into `NAME.labels.jsonl` beside it; a `guideline.md`
             beside it is shown to them. Who has the address that is told may do that.
 

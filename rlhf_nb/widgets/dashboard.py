@@ -14,12 +14,10 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from ..core import RunError, printable
-from ..errors import RlhfError
 from ..files import write_whole
 from ..run.callbacks import Callback, RunView
-from ..run.control import start_fork
 from ..run.health import health_of
-from ..strict import dotted, parse_overrides, table_of
+from ..strict import table_of
 from .html import escape
 from .kernel import Pump, front_end, in_notebook
 from .panels import LAYOUT, control_text, group_panels, remedy, still, words_html
@@ -43,14 +41,11 @@ class _Knobs:
 
         self.board = board
         self.shown: dict[str, float] = {}  # values that sliders were given by us, not by a person
-        self.changes = w.Text(placeholder="kl_coef=0.2", layout=w.Layout(width="130px"))
-        self.changes.tooltip = "what a fork changes: settings that are numbers"
         self.buttons = []
         for request, text, hint in table_of("widgets/panels.yaml")["buttons"]:
             style = "warning" if request == "stop" else ""
             button = w.Button(description=text, tooltip=hint, button_style=style, layout=w.Layout(width="auto"))
-            key = (lambda: self.changes.value or None) if request == "fork" else (lambda: None)
-            button.on_click(lambda _, request=request, key=key: board.ask(request, key()))
+            button.on_click(lambda _, request=request: board.ask(request))
             self.buttons.append(button)
         self.offered: dict[str, Any] | None = None  # what the button of the lights asks for
         self.remedy = w.Button(button_style="info", layout=w.Layout(width="auto", display="none"))
@@ -65,7 +60,7 @@ class _Knobs:
         self.smoothing.observe(lambda change: setattr(board, "smoothing", change["new"]), names="value")
         self.sliders = {key: self._slider(w, key) for key in _SLIDERS}
         self.data, self.words = w.HTML(), w.HTML()
-        top = [*self.buttons, self.changes, self.remedy, self.group, self.smoothing]
+        top = [*self.buttons, self.remedy, self.group, self.smoothing]
         rows = [w.HBox(row, layout=w.Layout(flex_flow="row wrap")) for row in (top, [*self.sliders.values()])]
         self.box = w.VBox([*rows, self.words, self.data])
 
@@ -87,7 +82,7 @@ class _Knobs:
 
     def interactive(self) -> list[Any]:
         """The widgets that a person can use."""
-        return [*self.buttons, self.changes, self.remedy, self.group, self.smoothing, *self.sliders.values()]
+        return [*self.buttons, self.remedy, self.group, self.smoothing, *self.sliders.values()]
 
     def offer(self, remedies: Iterable[dict[str, Any] | None]) -> None:
         """Show a button for the first remedy that there is."""
@@ -142,9 +137,6 @@ class _Requests:
         while self.waiting:
             request, key, value = self.waiting.popleft()
             run = self.target()
-            if request == "fork":
-                self.answer = self._fork(run, key)
-                continue
             what = request if value is None else f"{key} = {value:.4g}"
             if run.status.over or run.others:
                 self.answer = f"{what}: the run is over, or another program's, so it can't be asked"
@@ -160,17 +152,6 @@ class _Requests:
         control = next((e for e in reversed(self.target().events) if e.get("type") == "control"), self.reply)
         if control is not self.reply:
             self.reply, self.answer = control, f"step {control.get('step', 0):,}: {control_text(control)}"
-
-    def _fork(self, run: RunReader, changes: str | None) -> str:
-        """Begin another future from the present step, or tell the command for it; returns what is said."""
-        if changes is None:
-            line = f"rlhf-nb fork {shlex.quote(str(run.path))} --at {run.status.step} KEY=VALUE"
-            return f"another future from step {run.status.step}: {line}"
-        try:
-            log = start_fork(run.path, run.status.step, dotted(parse_overrides(changes.split())))
-        except RlhfError as error:  # no number, no such folder, no KEY=VALUE
-            return f"no fork: {error}"
-        return f"another future of step {run.status.step:,} begins beside this run; what it says: {log}"
 
 # %% ../../nbs/widgets/dashboard.ipynb #db000003
 SHARE = 0.02  # of one core, for drawing

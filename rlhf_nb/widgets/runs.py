@@ -93,7 +93,7 @@ def _group_row(name: str, kind: str, rows: list[dict[str, Any]]) -> dict[str, An
     short = [r["name"].removeprefix(f"{name}/") for r in rows]
     whole = all(r["total"] for r in rows)
     return last | {
-        "name": name, "kind": kind, "stages": rows, "state": state, "status": f"{len(rows)} runs", "parent": "",
+        "name": name, "kind": kind, "stages": rows, "state": state, "status": f"{len(rows)} runs",
         "method": f"{kind}: {' → '.join(short[:5])}{' …' if len(short) > 5 else ''}", "model": rows[0]["model"],
         "step": sum(r["step"] for r in rows), "total": sum(r["total"] for r in rows) if whole else None,
         "share": sum(r["share"] for r in rows) / len(rows),
@@ -170,24 +170,20 @@ def experiments(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _gap(first: RunReader, second: RunReader, keys: Sequence[str]) -> float | None:
-    """How much larger a metric of the second run is, over the later half of the steps that both made; None: unknown.
-
-    Of a fork and its parent, over all steps behind the fork.
-    """
+    """How much larger a metric of the second run is, over the later half of the steps that both made; None: unknown."""
     key = next((k for k in keys if k in first.keys and k in second.keys), "")
     (a, x), (b, y) = first.means(key), second.means(key)
     if not len(a) or not len(b):
         return None
-    forks = [at for r in (first, second) if type(at := _facts(r.path / "fork.json").get("at")) is int]
     end = min(a[-1], b[-1])
-    kept = (b > max(forks, default=end / 2)) & (b <= end)
+    kept = (b > end / 2) & (b <= end)
     return float((y[kept] - np.interp(b[kept], a, x)).mean()) if kept.any() else None
 
 
 def paired_differences(readers: Sequence[RunReader]) -> list[dict[str, Any]]:
     """What other settings did: each further experiment less the first one, in pairs of runs with the same seed.
 
-    Runs of one seed share their random numbers, a fork with its parent most of all, so what is left is the setting.
+    Runs of one seed share their random numbers, so what is left is the setting.
     Student's 95 % interval is over pairs; a single pair has none.
 
     Args:
@@ -396,28 +392,6 @@ class Runs:
         found = [*alone, *(row | remarks_of(self.paths[row["name"]]) for row in made)]
         return sorted(found, key=lambda row: -row["date"])
 
-    def futures(self, name: str) -> list[dict[str, Any]]:
-        """A run's oldest ancestor in the folder and all that was forked from it, each behind its parent; empty where
-        nothing was.
-
-        Args:
-            name: as in the table.
-        """
-        rows = {r["name"]: r for row in self.rows() for r in (row["stages"] or [row])}
-        below: dict[str, list[str]] = {}
-        for row in rows.values():
-            below.setdefault(row["parent"], []).append(row["name"])
-        line = [name]
-        while (above := rows.get(line[-1], {}).get("parent")) in rows and above not in line:
-            line.append(above)
-        found, waiting = dict[str, dict[str, Any]](), [(line[-1], 0)]
-        while waiting:
-            at, depth = waiting.pop()
-            if at in rows and at not in found:
-                found[at] = {"name": at, "depth": depth, "at": rows[at]["at"], "changed": rows[at]["changed"]}
-                waiting += [(child, depth + 1) for child in reversed(sorted(below.get(at, [])))]
-        return [*found.values()] if len(found) > 1 else []
-
     def note(self, name: str, text: str) -> None:
         """Write a note beside a run (`notes.json` in its folder), in the place of the one before.
 
@@ -460,15 +434,10 @@ class Runs:
 
     def _name(self, path: Path) -> str:
         """What a run is called here, and remembered by."""
-        name = self._called(path)
+        here = path.resolve().name if path == self.folder else path.relative_to(self.folder).as_posix()
+        name = printable(here)
         self.paths[name] = path
         return name
-
-    def _called(self, path: Path) -> str:
-        """A folder's name here; empty where it lies elsewhere."""
-        inside = path.is_relative_to(self.folder)
-        name = path.relative_to(self.folder).as_posix() if inside else ""
-        return printable(path.resolve().name if path == self.folder else name)
 
     def _row(self, path: Path) -> dict[str, Any] | None:
         """What a table says of a run, looked at again when it may have changed; None: it is gone."""
@@ -481,15 +450,7 @@ class Runs:
         known = self._seen.get(path)
         if known is None or known[0] != stamp or known[1]["state"] not in ("ended", "silent"):
             known = self._seen[path] = stamp, _row_of(path, name) | {"date": about.st_mtime}
-        told = _facts(path / "fork.json")
-        at, changed, parent = told.get("at"), told.get("changed"), told.get("parent")
-        forked = type(at) is int and isinstance(parent, str)
-        origin = {
-            "parent": self._called(Path(os.path.normpath(path / str(parent)))) if forked else "",
-            "at": at if forked else None,
-            "changed": printable("; ".join(map(str, changed)))[:300] if isinstance(changed, list) else "",
-        }  # fmt: skip
-        return known[1] | origin | remarks_of(path)
+        return known[1] | remarks_of(path)
 
     def place(self, name: str) -> Path:
         """The folder of a run, a pipeline or a sweep.
