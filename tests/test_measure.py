@@ -14,7 +14,7 @@ from test_cli import call
 
 from rlhf_nb.run.roles import ClusterTopology
 from rlhf_nb.scale.cost import Speed
-from rlhf_nb.scale.measure import SIZES, Wires, predict_ranks
+from rlhf_nb.scale.measure import MESSAGE_SIZES, Wires, predict_ranks
 from rlhf_nb.scale.topology import DecoderShape, Job
 
 SHAPE = DecoderShape(4, 64, 128, 4, 4, 16, 512, False)
@@ -23,7 +23,7 @@ SPEED = Speed(1e-5, 3e-5, 2e-5, 6e-5, 0.0, 0.0, 1e-9)
 
 def line(latency: float, rate: float) -> Wires:
     """Wires whose collectives all take latency + bytes / rate."""
-    return Wires(SIZES, *[tuple(latency + size / rate for size in SIZES)] * 3)
+    return Wires(MESSAGE_SIZES, *[tuple(latency + size / rate for size in MESSAGE_SIZES)] * 3)
 
 
 def test_messages_of_each_strategy_are_counted() -> None:

@@ -85,6 +85,19 @@ def test_apart_is_together(case: str, learn: int, frozen: int, tmp_path: Path, m
         assert [e["perf/transfers"] for e in told] == [asked] * 10
 
 
+@pytest.mark.slow  # 30 CPU seconds each
+@pytest.mark.parametrize("case", ["dpo", "grpo"])
+@pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp2"])
+def test_learners_that_share_out_weights_are_as_together(
+    case: str, strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_ranks(case, tmp_path / "together", 2, strategy, steps=4)
+    monkeypatch.setenv("RLHF_NB_TOPOLOGY", topology(tmp_path, 2, 2))
+    run_ranks(case, tmp_path / "apart", 4, strategy, steps=4)
+    same(tmp_path / "together", tmp_path / "apart")
+    assert len(events(tmp_path / "apart")) == 4
+
+
 def both(frozen_rank: Callable[[Roles], None], learner: Callable[[Roles], None]) -> None:
     """Two threads play a learning and a frozen rank."""
     store = torch.distributed.HashStore()

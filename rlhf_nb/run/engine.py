@@ -377,10 +377,10 @@ def strategy_here(precision: Precision) -> Strategy:
     """The strategy that the environment asks for, connected to the other ranks."""
     asked, roles = asked_strategy(), roles_here()
     if roles is not None:
-        if asked not in ("single", "ddp") or precision.device.type != "cpu":
+        if asked not in ("single", "ddp", "fsdp2", "zero1", "zero2", "zero3") or precision.device.type != "cpu":
             raise ConfigError(
-                f"RLHF_NB_TOPOLOGY places models on ranks of their own, which is built for ddp on CPUs, and this is "
-                f"{asked} on {precision.device.type}: use strategy ddp and device=cpu, or no topology."
+                f"RLHF_NB_TOPOLOGY places models on ranks of their own, built for ddp, ZeRO and fsdp2 on CPUs, "
+                f"and this is {asked} on {precision.device.type}: use one of them and device=cpu, or no topology."
             )
         if roles.frozen or len(roles.learners) == 1:
             alone = Strategy(precision.device)

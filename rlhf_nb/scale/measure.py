@@ -21,10 +21,10 @@ from .predict import StepTime
 from .topology import DecoderShape, Job, forward_rows, roles_of
 
 # %% auto #0
-__all__ = ['SIZES', 'Wires', 'measure_wires', 'predict_ranks', 'measure_cluster', 'wires_table']
+__all__ = ['MESSAGE_SIZES', 'Wires', 'measure_wires', 'predict_ranks', 'measure_cluster', 'wires_table']
 
 # %% ../../nbs/scale/measure.ipynb #3ea50005
-SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 26)  # bytes
+MESSAGE_SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 26)  # bytes
 
 
 class Wires(NamedTuple):
@@ -68,7 +68,7 @@ def measure_wires(device: torch.device) -> Wires:
     Args:
         device: of this rank.
     """
-    return Wires(SIZES, *zip(*[_collectives(size, device) for size in SIZES]))
+    return Wires(MESSAGE_SIZES, *zip(*[_collectives(size, device) for size in MESSAGE_SIZES]))
 
 
 def _collectives(size: int, device: torch.device) -> tuple[float, float, float]:
@@ -130,7 +130,7 @@ _PRODUCT = (1024, 1024, 4096)  # tokens, features in and out
 def _link(a: int, b: int, device: torch.device) -> tuple[float, float]:
     """(bytes a second, seconds of latency) between two ranks; all others wait."""
     seconds = []
-    for size in (8, SIZES[-1]):
+    for size in (8, MESSAGE_SIZES[-1]):
         x = torch.zeros(size // 4, device=device)
 
         def to_and_fro(x: torch.Tensor = x) -> None:
@@ -142,7 +142,7 @@ def _link(a: int, b: int, device: torch.device) -> tuple[float, float]:
                     dist.recv(x, sender)
 
         seconds.append(_together(to_and_fro) / 2)
-    return SIZES[-1] / max(1e-9, seconds[1] - seconds[0]), seconds[0]
+    return MESSAGE_SIZES[-1] / max(1e-9, seconds[1] - seconds[0]), seconds[0]
 
 
 def measure_cluster(device: str = "auto") -> tuple[ClusterTopology, Wires]:
