@@ -44,8 +44,10 @@ ROWS = [
     Row("kto", "KTO, 12M parameters, fp32, batches grouped by length", "bench_kto.py --against grouped --steps 6 --warmup 2"),
     Row("grpo-24", "GRPO, SmolLM2, at most 24 new tokens, bf16", "bench_grpo.py --task smollm2 --threads 2 --precision bf16 --against full --steps 2 --warmup 1"),
     Row("grpo-64", "GRPO, SmolLM2, at most 64 new tokens, bf16", "bench_grpo.py --task smollm2 --threads 2 --precision bf16 --against full --new-tokens 64 --steps 1 --warmup 1"),
+    Row("grpo-run", "a run that learns, 4 steps, right or wrong as reward: the same, all steps counted", "bench_grpo.py --task smollm2 --threads 2 --precision bf16 --against full --run 4"),
     Row("ppo", "PPO, SmolLM2, adapters, a verifier, bf16", "bench_ppo.py --task smollm2 --threads 2 --precision bf16 --train adapters --steps 1 --warmup 0"),
     Row("decode", "decoding, 12M parameters, 64 rows × 64 tokens, a quarter ends early, against `generate`", "bench_grpo.py --decode --task hh --threads 2 --ended 0.25 --new-tokens 64 --repeats 3"),
+    Row("floor", "a step of decoding, SmolLM2, bf16, two threads, beside the machine's floor", "bench_grpo.py --floor --threads 2 --precision bf16"),
     Row("serve", "server, SmolLM2, 16 streams of 64 tokens, fp32, against `transformers serve`", "serve_speed.py {smollm2} --rounds 2"),
     Row("start-toy", "from the command to the first step: GRPO, toy model", ""),
     Row("start-smollm2", "from the command to the first step: GRPO, SmolLM2", ""),
@@ -70,7 +72,7 @@ def compared(row: Row, folder: Path, smollm2: str, limit: float) -> dict[str, An
     lines = kept(out)
     if done.returncode or not lines:
         raise RuntimeError((done.stderr.strip() or done.stdout.strip() or "it said nothing").splitlines()[-1])
-    return {k: lines[-1][k] for k in ("ratio", "low", "high", "cpu", "memory") if lines[-1].get(k) is not None}
+    return {k: lines[-1][k] for k in ("ratio", "low", "high", "cpu", "memory", "steps") if lines[-1].get(k) is not None}
 
 
 def started(row: Row, folder: Path, limit: float) -> dict[str, Any]:
@@ -107,6 +109,13 @@ def shown(line: dict[str, Any]) -> str:
     """One measurement as cells of the table."""
     if "begins" in line:
         return f"{line['begins']:.1f} CPU s to its beginning, {line['ends']:.1f} to its end | | "
+    if "steps" in line:
+        return (
+            "; ".join(
+                f"{n} rows: {ms:.0f} CPU ms, {share:.0%} of the floor's speed" for n, ms, *_, share in line["steps"]
+            )
+            + " | | "
+        )
     memory = f"{line['memory']:.2f}" if "memory" in line else ""
     return f"**{line['ratio']:.2f}×** ({line['low']:.2f}–{line['high']:.2f}) | {line['cpu']:.2f}× | {memory}"
 
@@ -117,7 +126,7 @@ def write_page() -> None:
     text = [
         "# Performance", "",
         "`make bench` wrote this page: ours and the peer take steps in turn on the same machine, with the same model, data, order, precision and threads, and must "
-        "compute the same numbers first ([how](../benchmarks/README.md)). A ratio above 1 means that ours is faster; it is one of medians, with the range over steps. "
+        "compute the same numbers first ([how](../benchmarks/README.md); GRPO and PPO are compared so in fp32 only, and their rows in bf16 were not). A ratio above 1 means that ours is faster; it is one of medians, with the range over steps. "
         "The ratio by CPU time counts the work of both sides and hardly depends on what else runs. Memory is ours over the peer's (0.5 is half). [Results](results.md) has more settings, and GPUs are in [gpu](gpu.md).", "",
         "## Newest", "", "| what | ratio | by CPU time | memory | date | load | machine |", "|---|---|---|---|---|---|---|",
     ]  # fmt: skip

@@ -3,11 +3,14 @@
 # %% ../nbs/files.ipynb #09983553
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import stat
 import threading
-from collections.abc import Callable
+import time
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, BinaryIO, Literal, TextIO, overload
@@ -15,7 +18,7 @@ from typing import IO, Any, BinaryIO, Literal, TextIO, overload
 from .errors import RlhfError
 
 # %% auto #0
-__all__ = ['MAX_COPY', 'FileRefused', 'open_regular', 'copy_regular', 'read_regular', 'write_whole']
+__all__ = ['MAX_COPY', 'FileRefused', 'open_regular', 'copy_regular', 'read_regular', 'read_pieces', 'sha256_of', 'write_whole']
 
 # %% ../nbs/files.ipynb #e0786370
 class FileRefused(RlhfError, OSError):
@@ -121,6 +124,35 @@ def read_regular(path: str | Path, limit: int, *, root: str | Path | None = None
     if len(data) > limit:
         raise FileRefused(f"{path} holds more than {limit:,} bytes, and at most so many are read.")
     return data
+
+
+def read_pieces(path: str | Path, root: str | Path | None = None) -> Iterator[bytes]:
+    """The bytes of a file of any size, to be hashed; every ten seconds a warning says how many were read.
+
+    Args:
+        path: of the file.
+        root: as of `open_regular`; None: links are followed wherever they lead.
+
+    Raises:
+        FileRefused: no file, or more than `MAX_COPY` bytes of which the disk keeps less than half.
+    """
+    with open_regular(path, root=root or path) as file:
+        about, told = os.fstat(file.fileno()), time.monotonic()
+        if about.st_size > max(MAX_COPY, 1024 * getattr(about, "st_blocks", about.st_size)):  # blocks of 512 bytes
+            raise FileRefused(f"{path} says that it holds {about.st_size:,} bytes, but most of it is a hole.")
+        while piece := file.read(1 << 22):
+            yield piece
+            if time.monotonic() - told > 10:
+                told = time.monotonic()
+                warnings.warn(f"{path}: {file.tell() >> 20:,} of {about.st_size >> 20:,} MB are hashed", stacklevel=2)
+
+
+def sha256_of(path: str | Path, root: str | Path | None = None) -> str:
+    """SHA-256 of a file, read in pieces; see `read_pieces`."""
+    digest = hashlib.sha256()
+    for piece in read_pieces(path, root):
+        digest.update(piece)
+    return digest.hexdigest()
 
 # %% ../nbs/files.ipynb #a827649f
 def write_whole(path: str | Path, data: str | bytes, *, durable: bool = True) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, NamedTuple
 
@@ -108,17 +109,18 @@ class Line(NamedTuple):
     size: int  # bytes, its end included
     value: Any  # None where it can't be read, and of a blank line
     problem: str  # why it can't be read; "" where it can
-    ended: bool  # whether it has its end: False of the last line only
+    ended: bool  # False of a last line without its end that may still be written, so: not of one that is too long
     head: str  # its first letters, to be shown
 
 
-def json_lines(file: BinaryIO, limit: int = MAX_LINE, whole: bool = True) -> Iterator[Line]:
+def json_lines(file: BinaryIO, limit: int = MAX_LINE, whole: bool = True, tell: bool = False) -> Iterator[Line]:
     """The lines of a file of JSON lines, each read on its own.
 
     Args:
         file: opened in binary; it is read from its position, and at most one line is held.
         limit: most bytes of a line; a longer one is passed over, and after one of `GIVE_UP` bytes nothing more is read.
         whole: replace lone surrogates, see `json_value`.
+        tell: warn of each line that can't be read, for readers that leave it out.
     """
     number = start = 0
     while raw := file.readline(limit + 1):
@@ -133,7 +135,9 @@ def json_lines(file: BinaryIO, limit: int = MAX_LINE, whole: bool = True) -> Ite
             except Unreadable as e:
                 problem = str(e)
         head = printable(raw[:60].decode("utf-8", "replace").strip())
-        yield Line(number, start, size, value, problem, ended, head)
+        if tell and problem and (ended or size > limit):
+            warnings.warn(f"{file.name}: line {number} was left out: {problem}", stacklevel=3)
+        yield Line(number, start, size, value, problem, ended or size > limit, head)
         if size >= GIVE_UP and not ended:
             return
         start += size

@@ -135,7 +135,7 @@ MUTANTS: list[tuple[str, ...]] = [
     # checkpoints
     ("save_checkpoint", "the manifest lists nothing", '{"files": files}', '{"files": {}}'),
     ("save_checkpoint", "a failed write leaves its folder", "if rank == 0:", "if rank == 1:", "nb, test_loop::test_full_disk_is_one_sentence_and_loses_nothing"),
-    ("problem_of", "a changed file is fine", '_sha256(path) != expected["sha256"]', 'False'),
+    ("problem_of", "a changed file is fine", 'sha256_of(path, folder) != expected["sha256"]', 'False'),
     ("problem_of", "a file cut short is fine", 'path.stat().st_size != expected["bytes"]', 'False'),
     ("latest_complete", "the oldest one", "reversed(checkpoints_in(Path(root)))", "checkpoints_in(Path(root))"),
     ("save_checkpoint", "the oldest are kept", "[:-keep] if keep > 0", "[keep:] if keep > 0"),

@@ -88,10 +88,10 @@ def test_a_server_is_evaluated(url: str, tmp_path: Path, monkeypatch: pytest.Mon
     assert results.metrics["score"].value == pytest.approx(2 / 3) and len(Stub.heard) == 4
     bodies, keys = zip(*Stub.heard)
     assert all(b["model"] == "some/model" and b["temperature"] == 0 for b in bodies) and set(keys) == {"Bearer secret"}
-    assert bodies[0]["messages"] == [
+    assert [
         {"role": "system", "content": "Add."},
         {"role": "user", "content": "What is 2 + 3?"},
-    ]
+    ] in [b["messages"] for b in bodies]  # several are asked at the same time
     assert "secret" not in Path("out/results.json").read_text() + Path("out/asked.json").read_text()
     call(*line)
     assert len(Stub.heard) == 4, "what was asked isn't asked again"

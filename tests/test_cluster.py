@@ -5,15 +5,20 @@ from __future__ import annotations
 import re
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
 from rlhf_nb.core import ConfigError
-from rlhf_nb.run.engine import asked_strategy
+from rlhf_nb.run.callbacks import Flags
+from rlhf_nb.run.engine import Ranks, asked_strategy
+from rlhf_nb.run.strategy import Layout, layout_of
 from rlhf_nb.scale.cluster import accelerate_config, accelerate_configs, kubernetes_manifest, slurm_script
+from rlhf_nb.scale.launch import accelerate_settings, check_launch
 
 KINDS = {
     "ddp": ("MULTI_GPU", None), "cpu2": ("MULTI_GPU", None), "zero2": ("DEEPSPEED", 2), "zero3": ("DEEPSPEED", 3),
@@ -198,3 +203,75 @@ def test_a_word_of_the_command_may_come_twice() -> None:
     """A config called like the method stays in the job's command."""
     script = slurm_script(["sft", "--config", "sft", "data.path=x"], output_dir="runs/a", nodes=1, gpus_per_node=1)
     assert "sft --config sft data.path=x output_dir=runs/a --resume --overwrite" in script
+
+
+def test_a_strategy_in_parts() -> None:
+    """What starts processes, what they hear and what is printed for accelerate take the same words."""
+    assert layout_of("fsdp2+tp2+rep2", 8) == Layout("fsdp2", tensor=2, replicas=2)
+    assert layout_of("ddp+cp4").inner == 4 and layout_of("zero3_offload") == Layout("zero3_offload")
+    both = {"RLHF_NB_STRATEGY": "fsdp2+tp2", "ACCELERATE_USE_FSDP": "true", "WORLD_SIZE": "4"}
+    assert asked_strategy(both) == "fsdp2+tp2"
+    assert accelerate_settings(4, "fsdp2+tp2", cpu=True) == accelerate_settings(4, "fsdp2", cpu=True)
+    text = accelerate_config("fsdp2+tp2", processes=4)
+    assert text.startswith("# Start it with RLHF_NB_STRATEGY=fsdp2+tp2") and yaml.safe_load(text)["num_processes"] == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("fsdp2+tpp2", "Did you mean 'tp'"),
+        ("fsdp2+tp", "with a number, as in fsdp2"),
+        ("fsdp2+tp0", "with a number"),
+        ("fsdp2+tp2+tp2", "has tp twice"),
+        ("zero3+tp2", "tp is not built for zero3"),
+        ("ddp+rep2", "rep is not built for ddp"),
+        ("fsdp2+tp3", "needs a multiple of 3 processes, and there are 4"),
+        ("fsdp2+tp2+rep4", "needs a multiple of 8 processes"),
+        ("fsdp2+tp2+cp2", "leave one out"),
+        ("fsdp", "Did you mean 'fsdp2'"),
+    ],
+)
+def test_a_strategy_that_cannot_be(text: str, says: str) -> None:
+    for refuses in (lambda: layout_of(text, 4), lambda: check_launch(4, text, cpu=True)):
+        with pytest.raises(ConfigError, match=says):
+            refuses()
+    with pytest.raises(ConfigError, match=says):
+        slurm_script(["sft"], "/shared/out", gpus_per_node=4, strategy=text)
+
+
+def test_offload_of_a_strategy_that_has_none_is_not_dropped() -> None:
+    assert asked_strategy({"RLHF_NB_STRATEGY": "zero3_offload", "WORLD_SIZE": "2"}) == "zero3"
+    for text in ("ddp_offload", "fsdp2_offload+cp2"):
+        with pytest.raises(ConfigError, match="doesn't exist"):
+            asked_strategy({"RLHF_NB_STRATEGY": text, "WORLD_SIZE": "2"})
+
+
+def second_of_a_group() -> Ranks:
+    """The second of two processes with the same rows, without the first."""
+    ranks = object.__new__(Ranks)
+    ranks.process, ranks.processes, ranks.inner, ranks.rank, ranks.world_size = 1, 2, 2, 0, 1
+    ranks.speaks, ranks.device = False, torch.device("cpu")
+    return ranks
+
+
+def test_a_wish_of_any_process_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda total: total)
+    ranks = second_of_a_group()
+    engine: Any = SimpleNamespace(ranks=ranks, reduce_sum=ranks.reduce_sum)
+    assert Flags(stop=True).over_ranks(engine).stop and not Flags(save=True).over_ranks(engine).stop
+    assert float(ranks.reduce_sum({"rows": torch.tensor(3.0)})["rows"]) == 0.0, "rows of a group are counted once"
+
+
+def test_what_a_group_agrees_on_travels_by_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a pickled tensor would come back on the device of the process that sent it."""
+
+    class Batch:
+        moves: list[Any] = []
+
+        def to(self, device: Any) -> Any:
+            self.moves.append(device)
+            return self
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", lambda out, x: None)
+    second_of_a_group().agree(Batch())
+    assert Batch.moves == ["cpu", torch.device("cpu")]

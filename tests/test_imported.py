@@ -194,6 +194,28 @@ def test_a_large_file_is_read_in_part(kind: str, tmp_path: Path, monkeypatch: py
     assert "more than 600 records and numbers" in found.problem or kind == "settings"
 
 
+def test_a_million_tags_and_tags_of_a_megabyte(tmp_path: Path) -> None:
+    """Names of metrics are counted and bounded, and one that spells a path leads nowhere."""
+    pytest.importorskip("tensorboard")
+    begin, strange = time.process_time(), tmp_path / "runs"
+    names = ["../../etc/passwd", "/etc/passwd", "a\0b", "..", "", "%2e%2e%2f", "C:\\x", "nan" * 20]
+    many = b"".join(record(s, **{f"{s}.{i}": float("nan") for i in range(1000)}) for s in range(1000))
+    for name, data in {
+        "many": many,
+        "long": b"".join(record(1, **{f"{i}" + "a" * 1_000_000: 1.0}) for i in range(100)),
+        "paths": record(1, **dict.fromkeys(names, 1.0)),
+        "nan": b"".join(record(s, loss=float("nan")) for s in range(20_000)),
+    }.items():
+        (strange / name).mkdir(parents=True)
+        (strange / name / "events.out.tfevents.1").write_bytes(data)
+    begin = time.process_time()
+    runs = Runs(strange)
+    shown = {row["name"]: len(json.dumps(runs.compare(row["name"]).data(), allow_nan=False)) for row in runs.rows()}
+    assert set(shown) == {"many", "long", "paths", "nan"} and max(shown.values()) < 5_000_000, shown
+    assert time.process_time() - begin < 20
+    assert [p.name for p in tmp_path.iterdir()] == ["runs"]
+
+
 def test_names_that_are_no_files(tmp_path: Path) -> None:
     """A pipe, a link out of the folder and a folder under these names: said, or no run; never waited for."""
     for name in ("pipe", "link", "folder"):

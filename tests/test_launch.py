@@ -203,6 +203,18 @@ def test_an_error_on_one_rank_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_setting_that_a_rank_refuses_is_one_sentence(tmp_path: Path) -> None:
+    def refuses() -> None:
+        from rlhf_nb.core import ConfigError
+
+        raise ConfigError("9 heads don't divide by 2: choose another strategy.")
+
+    with pytest.raises(RunError, match=r"ConfigError: 9 heads don't divide by 2: choose another strategy\.$") as caught:
+        launch(refuses, num_processes=2, device="cpu", run_dir=tmp_path, restarts=1, say=None)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.slow
 def test_a_rank_that_hangs(tmp_path: Path) -> None:
     """A rank is stopped (as by a debugger, or a dying disk): it is noticed, named and replaced."""
 

@@ -67,6 +67,7 @@ def test_ranks_write_rows_of_averages_once(tmp_path: Path) -> None:
     for rank in range(2):
         engine.world_size, engine.rank, engine.is_main = 2, rank, rank == 0
         engine.strategy.world, engine.strategy.rank, engine.strategy.name = 2, rank, "ddp"
+        engine.strategy.processes, engine.strategy.process = engine.ranks.processes, engine.ranks.process = 2, rank
         tensors, meta = engine_state(engine)
         for key, value in tensors["optimizer"].items():
             shape, start = meta["slices"]["optimizer"][key]

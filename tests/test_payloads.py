@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import json
 import re
@@ -17,6 +18,7 @@ from unittest import mock
 import pytest
 from rich.console import Console
 from test_browser import FLAGS, MISSING, browser_path
+from test_imported import record
 from typer.testing import CliRunner
 
 from rlhf_nb.cli import main as cli
@@ -26,10 +28,13 @@ from rlhf_nb.pipeline import results
 from rlhf_nb.pipeline.doctor import Finding, findings_table
 from rlhf_nb.rollout import sampler
 from rlhf_nb.run.callbacks import step_line, steps_table
+from rlhf_nb.run.health import Light
+from rlhf_nb.serve import page as chat_page
 from rlhf_nb.widgets.collect import LabelQueue, pair_html, summary_rows
 from rlhf_nb.widgets.dashboard import Dashboard
 from rlhf_nb.widgets.html import svg_page, svg_text, table_html
 from rlhf_nb.widgets.labels import LabelStore, Pair, tally
+from rlhf_nb.widgets.panels import remedy
 from rlhf_nb.widgets.reader import open_runs
 from rlhf_nb.widgets.report import metrics_text, report, screen, watch
 from rlhf_nb.widgets.runs import Runs
@@ -104,10 +109,27 @@ def filled(folder: Path, words: list[str]) -> Path:
     return run
 
 
+def theirs(folder: Path, words: list[str]) -> list[str]:
+    """Runs of other programs, with these words as metrics, settings and names of files; returns their names."""
+    rows = [
+        {"step": i, **{f"{kind}{w}": 1.0 for w in words for kind in ("", "eval_", "train/rewards/")}} for i in (1, 2)
+    ]
+    told = json.dumps({"log_history": rows, "max_steps": 2, **dict.fromkeys(words, 1.0)}).encode()
+    files = {"trainer_state.json": told}
+    if importlib.util.find_spec("tensorboard"):
+        tags = {w: 1.0 for w in words} | {f"args/{w}": json.dumps({w: w}) for w in words}
+        files[f"events.out.tfevents.1.{words[2][:40].replace('/', '-')}"] = record(1, **tags) + record(2, **tags)
+    for i, (name, data) in enumerate(files.items()):
+        (folder / f"theirs-{i}").mkdir(parents=True)
+        (folder / f"theirs-{i}" / name).write_bytes(data)
+    return [f"theirs-{i}" for i in range(len(files))]
+
+
 def page(folder: Path, words: list[str]) -> str:
     """Everything here that makes HTML, in one page."""
-    run = filled(folder, words)
-    made = [(report({f"{words[0]} {words[2]}": run, **{words[1]: run}}, folder / "r.html", samples=100)).read_text()]
+    run, others = filled(folder, words), theirs(folder, words)
+    made = [report(folder / other, folder / "r.html").read_text() for other in others]
+    made += [(report({f"{words[0]} {words[2]}": run, **{words[1]: run}}, folder / "r.html", samples=100)).read_text()]
     short = folder / "short"
     short.mkdir()
     (short / "metrics.jsonl").write_text(
@@ -121,6 +143,7 @@ def page(folder: Path, words: list[str]) -> str:
     runs.rows()
     with mock.patch("rlhf_nb.widgets.runs.front_end", lambda: True):
         made += [runs._repr_html_(), *(runs.compare("run", "short", by=x)._repr_html_() for x in by)]
+        made += [runs.compare(other, "short")._repr_html_() for other in others]
     made += [runs._repr_html_(), runs.compare("run", "short")._repr_html_().partition(">")[2]]
     shown = Samples(run)
     made += [shown.table(), *(shown.detail(row) + tokens_html(row, buttons=True) for row in shown.rows)]
@@ -214,6 +237,88 @@ def test_no_payload_runs_in_chromium(tmp_path: Path) -> None:
             assert asked == [file.as_uri()], asked
         finally:
             browser.close()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)}")
+def test_no_payload_runs_on_the_chat_page() -> None:
+    """Each word as a model's name, an error, an answer, a token, a version and a person's own message; without the page's policy."""
+    from playwright.sync_api import sync_playwright
+
+    said = {"word": ""}
+
+    def reply(route: Any) -> None:
+        w, where = said["word"], route.request.url.partition("http://served/")[2]
+        if where == "v1/models":
+            route.fulfill(json={"data": [{"id": p} for p in PAYLOADS]})
+        elif where == "v1/chat/completions" and "fail" not in w:
+            logprob = {"token": w, "logprob": -1.0, "top_logprobs": [{"token": w, "logprob": -1.0}]}
+            choice = {
+                "index": 0,
+                "delta": {"content": w, "role": w, "tool_calls": [{"function": {"name": w}}]},
+                "logprobs": {"content": [logprob]},
+            }
+            event = json.dumps({"choices": [choice], "system_fingerprint": w, "model": w})
+            route.fulfill(content_type="text/event-stream", body=f"data: {event}\n\ndata: [DONE]\n\n")
+        elif where.startswith("v1/"):
+            route.fulfill(status=400, json={"error": {"message": w}})
+        else:
+            route.fulfill(content_type="text/html", body=chat_page.page(True, False))
+
+    with sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=browser_path(), args=FLAGS)
+        try:
+            view = browser.new_page()
+            asked: list[str] = []
+            view.route("**/*", reply)
+            view.on("request", lambda r: asked.append(r.url))
+            view.goto("http://served/")
+            view.wait_for_selector("#model option", state="attached")
+            for i, w in enumerate([*PAYLOADS, *(f"fail {w}" for w in HTML)]):
+                said["word"] = w
+                view.evaluate("on => { by('chances').checked = on; }", i % 2 == 0)
+                view.evaluate("async w => { await ask(w); }", w)
+                if "fail" not in w:
+                    view.evaluate("document.querySelectorAll('.marks button').forEach(b => b.click())")
+                    view.evaluate(
+                        "w => { const b = make('div'); document.body.append(b); finished(b, w + ' `' + w + '` [x](' + w + ')', []); }",
+                        w,
+                    )
+            view.wait_for_timeout(300)
+            for name in ("mouseover", "focus", "toggle"):
+                view.evaluate(f"document.querySelectorAll('*').forEach(e => e.dispatchEvent(new Event('{name}')))")
+            assert view.locator(".turn").count() == len(PAYLOADS) + len(HTML) and view.locator(
+                ".failed"
+            ).count() == len(HTML)
+            assert view.locator(".token").count() > 10 and view.locator("#model option").count() == len(PAYLOADS)
+            assert view.evaluate("window.hit || 0") == 0
+            assert (
+                view.locator(
+                    "main img, main a, main script, main iframe, main video, main svg:not(.up):not(.down)"
+                ).count()
+                == 0
+            )
+            assert {u.partition("http://served/")[2] for u in asked} <= {
+                "",
+                "v1/models",
+                "v1/chat/completions",
+                "v1/feedback",
+                "favicon.ico",
+            }
+        finally:
+            browser.close()
+
+
+@pytest.mark.parametrize("word", PAYLOADS)
+def test_a_payload_is_no_remedy(word: str) -> None:
+    """What the cockpit's buttons of a light do and say comes from settings that the run names, and from numbers."""
+    control = {"value": 0.1, "low": 0.0, "high": 1.0}
+    reader: Any = SimpleNamespace(
+        status=SimpleNamespace(state="running"), others=[], controls={"kl_coef": control, word: control}
+    )
+    for text in (f"raise {word}", f"set {word} to 0.5", f"{word} raise kl_coef {word}", f"lower {word} kl_coef"):
+        found = remedy(Light("KL", "bad", text), reader)
+        assert found is None or (found["key"] == "kl_coef" and found["text"] == "KL: kl_coef 0.1 → 0.2"), found
 
 
 COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")

@@ -100,7 +100,6 @@ RUN: dict[str, str] = {  # a suggestion, and lines that hold it; of a fence, and
     'Samples("runs/ppo", tokenizer)': SAMPLES + "from rlhf_nb.widgets.samples import Samples\nos.rename('run', 'runs/ppo') if os.makedirs('runs') is None else None\n",
     "without_each(row, reward, tokenizer)": SAMPLES + "from rlhf_nb.widgets.samples import without_each\nassert len(without_each(rows[0], short, tokenizer)['without']) == len(rows[0]['tokens'])",
     "RewardDebugger(row, model, tokenizer, pairs, pool, held_out)": SAMPLES + "from rlhf_nb.widgets.debugger import RewardDebugger\nrow, pairs, pool, held_out, model = rows[0], toy.preference_rows(16), [], [], RewardModel.from_policy(model)\nassert 'Training pairs' in RewardDebugger(row, model, tokenizer, pairs, pool, held_out).look(0)",
-    "method_pulls(rows)": SAMPLES + "from rlhf_nb.widgets.samples import method_pulls\nassert {'grpo', 'rloo'} <= {*method_pulls(rows)[0]}",
     "Rewards(..., on_error='skip')": "Rewards([short, polite], on_error='skip')", "functools.partial(CLASS, ...)": "import functools\nfunctools.partial(dict, a=1)()",
     "recomputed_layers(model)": "from rlhf_nb.scoring.recompute import recomputed_layers\nwith recomputed_layers(model): model(torch.tensor([[1, 2]])).logits.sum().backward()",
     "split_head(model)[0]": "from rlhf_nb.scoring.head import split_head\n", "config.replace(X=...)": "assert SFTConfig(output_dir='run').replace(seed=3).seed == 3",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import io
+import json
 import os
 import re
 import resource
@@ -24,12 +25,14 @@ from rlhf_nb.bench.suites import Suite, SuiteConfig, run_rows
 from rlhf_nb.cli.main import app
 from rlhf_nb.config import read_config_file
 from rlhf_nb.core import RlhfError
+from rlhf_nb.data.hub import files_digest
 from rlhf_nb.data.readers import read_rows
+from rlhf_nb.data.rows import DataConfig, data_read
 from rlhf_nb.data.templates import template_of
 from rlhf_nb.decode.constrained import read_form
 from rlhf_nb.feedback.store import Feedback, FeedbackStore, forget
 from rlhf_nb.feedback.traffic import Served, TrafficLog, erase_traffic, read_traffic
-from rlhf_nb.files import FileRefused, write_whole
+from rlhf_nb.files import FileRefused, sha256_of, write_whole
 from rlhf_nb.judges.constitution import load_constitution
 from rlhf_nb.judges.endpoint import AnswerCache
 from rlhf_nb.learn.checks import grade
@@ -41,6 +44,7 @@ from rlhf_nb.run.log import EventLog, RunDir, read_metrics
 from rlhf_nb.run.state import roll_back
 from rlhf_nb.scale.launch import Attempt, _note, _tail
 from rlhf_nb.scale.live import Live
+from rlhf_nb.serve.site import version_of
 from rlhf_nb.train.sft import SFTConfig
 from rlhf_nb.train.stage import read_json
 from rlhf_nb.untrusted import Unreadable
@@ -391,6 +395,50 @@ def test_files_are_opened_in_one_way() -> None:
             wrong.append(f"{module}: {found}")
     assert not wrong, "\n".join(wrong)
     assert plain_opens(ast.parse("open(p)")) and plain_opens(ast.parse("(f / 'config.yaml').read_text()"))
+
+
+def test_no_hash_is_made_of_a_hole(tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever hashes a file refuses a terabyte that takes no room, and says how far it is with a file that takes long."""
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    newest = checkpoints_in(copy / "checkpoints")[-1]
+    huge = copy / "model" / "model.safetensors"
+    for path in (tmp_path / "rows.jsonl", newest / "state.json", huge):
+        path.unlink(missing_ok=True)
+        fuzz.sparse(path)
+    manifest = json.loads((newest / "manifest.json").read_text())
+    manifest["files"]["state.json"]["bytes"] = 1 << 40
+    (newest / "manifest.json").write_text(json.dumps(manifest))
+    rows = DataConfig(path=str(tmp_path / "rows.jsonl"))
+    with fuzz.limited(fuzz.SECONDS):
+        assert "is a hole" in str(problem_of(newest))
+        for act in (
+            lambda: data_read(rows),
+            lambda: files_digest(tmp_path / "rows.jsonl"),
+            lambda: files_digest(tmp_path),
+            lambda: sha256_of(huge),
+            lambda: version_of(str(copy / "model")),
+        ):
+            with pytest.raises(FileRefused, match="is a hole"):
+                act()
+    clock = iter(range(0, 10**6, 11))
+    monkeypatch.setattr("rlhf_nb.files.time.monotonic", lambda: next(clock))
+    with pytest.warns(UserWarning, match="of 0 MB are hashed"):
+        sha256_of(run / "metrics.jsonl")
+    hashing = {
+        "files": 1,
+        "data.hub": 1,
+        "widgets.runs": 1,
+    }  # where bytes of files are hashed; the last one, the first 64 kB of settings
+    for path in (ROOT / "rlhf_nb").rglob("*.py"):
+        module = ".".join(path.relative_to(ROOT / "rlhf_nb").with_suffix("").parts)
+        functions = [n for n in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(n, ast.FunctionDef)]
+        reads = [
+            f
+            for f in functions
+            if re.search(r"(sha256|blake2b)\(", t := ast.unparse(f)) and re.search(r"\.read\(|read_pieces\(", t)
+        ]
+        assert len(reads) == hashing.get(module, 0), f"{module}: {[f.name for f in reads]}"
 
 
 def test_refusals_are_of_the_family_and_oserrors(tmp_path: Path) -> None:

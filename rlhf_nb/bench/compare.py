@@ -84,7 +84,9 @@ def _judge_sides(
     for side in sides:
         mine: dict[str, list[str]] = {}
         with open_regular(side.folder / "answers.jsonl") as file:
-            for row in (line.value for line in json_lines(file)):
+            for number, row in enumerate((line.value for line in json_lines(file)), 1):
+                if not isinstance(row, dict):
+                    raise DataError(f"{file.name}, line {number} can't be read: delete the file, then evaluate again.")
                 mine.setdefault(str(row["id"]), row["answers"])  # of several samples, the first
         answers.append(mine)
     tokenizer = _tokenizer_for(config, sides[0])

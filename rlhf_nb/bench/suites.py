@@ -423,7 +423,7 @@ def _intact(path: Path, sizes: Sequence[int]) -> list[dict[str, Any]]:
     if not path.exists():
         return kept
     with open_regular(path) as f:
-        for line in json_lines(f):
+        for line in json_lines(f, tell=True):
             if line.problem or not line.ended or not isinstance(line.value, dict) or line.value.get("chunk") != chunk:
                 break
             waiting.append(line.value)

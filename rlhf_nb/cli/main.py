@@ -593,7 +593,7 @@ def launch_command(
     kind: str = MethodName, overrides: list[str] = Overrides, config: str = ConfigFile, toy: bool = Toy,
     processes: int = typer.Option(2, "--processes", "-n", min=1,
         help="on this machine; with --slurm or --k8s: on each"),
-    strategy: str = typer.Option("ddp", help="ddp, zero1, zero2, zero3 (also with _offload) or fsdp2"),
+    strategy: str = typer.Option("ddp", help="ddp, zero1, zero2, zero3 (also with _offload), fsdp2, fsdp2+tp2"),
     restarts: int = typer.Option(3, min=0,
         help="how often a run that failed is tried again, from its newest checkpoint"),
     nodes: int = typer.Option(1, min=1, help="machines, with --slurm or --k8s"),

@@ -16,11 +16,12 @@ from typing import Any
 
 from ..core import DataError
 from .formats import Row, warn_rows
+from ..files import read_pieces, sha256_of
 from ..strict import table_of
 
 # %% auto #0
-__all__ = ['HUB_WORDS', 'endpoint', 'offline', 'kinds_of', 'status_of', 'refusal', 'explained', 'go_on', 'sha256_of',
-           'files_digest', 'quiet_datasets', 'open_hub']
+__all__ = ['HUB_WORDS', 'endpoint', 'offline', 'kinds_of', 'status_of', 'refusal', 'explained', 'go_on', 'files_digest',
+           'quiet_datasets', 'open_hub']
 
 # %% ../../nbs/data/hub.ipynb #8614f706
 def endpoint() -> str:
@@ -210,15 +211,6 @@ def go_on(address: str, part: Path, size: int | None) -> None:
             tools.enable_progress_bars()
 
 
-def sha256_of(path: Path) -> str:
-    """SHA-256 of a file, read in pieces."""
-    digest = hashlib.sha256()
-    with path.open("rb") as f:
-        while piece := f.read(1 << 22):
-            digest.update(piece)
-    return digest.hexdigest()
-
-
 def files_digest(path: str | Path) -> str | None:
     """A hash of a file's contents, or of all files in a folder with their names; None where there is neither.
 
@@ -233,9 +225,8 @@ def files_digest(path: str | Path) -> str | None:
     for file in files:
         name = "".join(file.suffixes) if file == path else str(file.relative_to(path))
         digest.update(f"{name}\0{file.stat().st_size}\0".encode())
-        with open(file, "rb") as f:
-            while block := f.read(1 << 20):
-                digest.update(block)
+        for piece in read_pieces(file):
+            digest.update(piece)
     return digest.hexdigest()
 
 

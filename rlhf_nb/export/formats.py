@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from .. import __version__
 from ..config import ModelConfig
 from ..core import ConfigError, ModelError, RunError, check_choice, decide_precision
-from ..data.hub import sha256_of
+from ..files import sha256_of
 from ..models.load import load_causal_lm, probe_ids, staged
 from ..models.merge import sha256_of_weights, told_place
 from ..models.shards import SHARD_BYTES, ModelTensors, write_beside, write_shards

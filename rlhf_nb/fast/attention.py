@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 # %% auto #0
 __all__ = ['log', 'Branches', 'BLOCK', 'BLOCK_COST', 'LONG', 'FROM_THE_END', 'KERNELS', 'AUTO', 'TRIED', 'ROUNDING',
            'row_attention', 'branch_attention', 'branches_pay', 'Stretches', 'stretches', 'AttentionShape', 'tags',
-           'flex_mask', 'Kernel', 'asked_attention', 'difference', 'flat_kernel', 'Flat']
+           'flex_mask', 'Kernel', 'asked_attention', 'difference', 'flat_kernel', 'Flat', 'FlatRows']
 
 # %% ../../nbs/fast/attention.ipynb #b40728bf
 def row_attention(q: Tensor, k: Tensor, v: Tensor, rows: int, mask: Tensor | None, scale: float) -> Tensor:
@@ -476,3 +476,26 @@ class Flat:
             _refuse(self.name, self.shape, _in_words(e))
             return None
         return out.flatten(1)
+
+
+class FlatRows(NamedTuple):
+    """Who looks at whom among the tokens of several rows, which stand one after the other, and how it is computed."""
+
+    rows: int
+    length: int  # of a padded row
+    real: Tensor | None = None  # int64[M], the tokens' flat places in rows · length, ascending; None: all of them
+    mask: Tensor | None = None  # bool[rows, 1, L, L], 1 = may look; None: causal
+    branches: Branches | None = None  # what `mask` says, as lengths: attention goes along them; needs `real`
+    flat: Flat | None = None  # a kernel for the tokens of `real`; where it works, there is neither mask nor padding
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """[M, heads · D] from queries [M, heads, D] and keys and values [M, kv_heads, D]."""
+        if self.flat is not None and (attended := self.flat(q, k, v, scale)) is not None:
+            return attended
+        if self.branches is not None:
+            return branch_attention(q, k, v, self.branches, scale)
+        if self.real is None:
+            return row_attention(q, k, v, self.rows, self.mask, scale)
+        size = self.rows * self.length
+        q, k, v = (t.new_zeros(size, *t.shape[1:]).index_copy(0, self.real, t) for t in (q, k, v))
+        return row_attention(q, k, v, self.rows, self.mask, scale).index_select(0, self.real)

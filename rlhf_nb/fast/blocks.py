@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .attention import Branches, Flat, AttentionShape, branch_attention, row_attention
+from .attention import AttentionShape, FlatRows
 from .kernels import fused, turn
 from .linear import Projection, gated_silu, may_add_in_place, rms_norm, rotary_table, rotate
 
@@ -166,38 +167,39 @@ def decode_states(
     body: nn.Module,
     ids: Tensor,
     positions: Tensor,
-    mask: Tensor | None = None,
+    look: FlatRows | None = None,
     wanted: Tensor | None = None,
-    real: Tensor | None = None,
     sparse: bool = False,
-    branches: Branches | None = None,
     again: Callable[..., Tensor] | None = None,
-    flat: Flat | None = None,
+    share: Any = None,
 ) -> Tensor:
     """Last hidden states, after the final norm, at the wanted places.
 
     Args:
         body: a decoder for which `can_run` has no objection.
         ids, positions: int64[R, L].
-        mask: bool[R, 1, L, L], 1 = may look; None: causal, which is right where pads come last.
-        wanted: int64[N], flat indices into R·L of tokens; None: all of them (of `real`).
-        real: int64[M], flat indices of tokens that are no padding, ascending; only they go through the layers. None:
-            all of them.
+        look: how tokens attend; only those of `look.real` go through the layers. None: causal rows, which is right
+            where pads come last.
+        wanted: int64[N], flat indices into R·L of tokens; None: all of them (of `look.real`).
         sparse: the embedding's gradient as a sparse tensor, to be added to a dense one of the same weight.
-        branches: what `mask` says, as lengths; needs `real`. Then attention goes along them, without mask and padding.
         again: called as again(module, f, layer, x, last) instead of f(layer, x, last), x and the result [M, H], so that
             it may forget what f computed; None: all is kept.
-        flat: attention along the tokens of `real`; where it works, there is neither mask nor padding.
+        share: ranks that share the tokens (`scoring.context.SharedRows`); `wanted` are places in this rank's stretch
+            then. None: they are all here.
 
     Returns:
         [N, H], with gradient.
     """
     blocks = Blocks(body, body.dtype, fuse=False)  # type: ignore[arg-type]
     (rows, length), tokens, at = ids.shape, ids.flatten(), positions.flatten()
-    if real is not None:
-        place = torch.zeros_like(tokens).index_copy_(0, real, torch.arange(len(real), device=ids.device))
-        wanted = None if wanted is None else place.index_select(0, wanted)
+    attend: Callable[..., Tensor] = (look or FlatRows(rows, length)).attend
+    if look is not None and (real := look.real) is not None:
         tokens, at = tokens.index_select(0, real), at.index_select(0, real)
+        if share is None and wanted is not None:
+            place = torch.zeros_like(ids.flatten()).index_copy_(0, real, torch.arange(len(real), device=ids.device))
+            wanted = place.index_select(0, wanted)
+    if share is not None:
+        tokens, at, attend = share.own(tokens), share.own(at), partial(share.attend, look)
     x = blocks.embed(tokens, at, sparse)
     table = None
     if not blocks.learned_positions:
@@ -209,15 +211,7 @@ def decode_states(
             q, k = turn(q, k, *table)
         elif table is not None:
             q, k = rotate(q, *table), rotate(k, *table)
-        if (attended := None if flat is None else flat(q, k, v, layer.scale)) is not None:
-            mixed = attended
-        elif branches is not None:
-            mixed = branch_attention(q, k, v, branches, layer.scale)
-        elif real is not None:
-            q, k, v = (t.new_zeros(rows * length, *t.shape[1:]).index_copy(0, real, t) for t in (q, k, v))
-            mixed = row_attention(q, k, v, rows, mask, layer.scale).index_select(0, real)
-        else:
-            mixed = row_attention(q, k, v, rows, mask, layer.scale)
+        mixed = attend(q, k, v, layer.scale)
         if wanted is not None:
             x, mixed = x.index_select(0, wanted), mixed.index_select(0, wanted)
         return layer.mlp(layer.out.add_to(x, mixed))

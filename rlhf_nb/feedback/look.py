@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -108,8 +107,6 @@ def _shown(store: FeedbackStore, votes: Sequence[Feedback], tally: Aggregate, sc
     n, same = agreement_of(votes)
     both = f"Two users agree in {same:.0%} of {n} cases where both judged the same."
     tell(both if n else "Nothing was judged by two users.", err=False)
-    if store.torn:
-        tell(f"Left out: {store.torn} lines that are torn or no feedback.", err=False)
     if not tally.users:
         tell("Nothing can be learnt from: no votes with consent.", err=False)
         return
@@ -197,11 +194,9 @@ def look_at_feedback(
     if forget_user is not None:
         _forgotten(store, forget_user, models, traffic)
         return
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torn lines are part of the picture
-        votes = store.standing()
+    votes = store.standing()
     if not votes:
-        tell(f"{store.path} holds no feedback yet.", err=False)
+        tell(f"{store.path} holds no feedback {'that can be read' if store.torn else 'yet'}.", err=False)
         return
     tally = aggregate(votes, most, robust=not heads)
     if export is None:

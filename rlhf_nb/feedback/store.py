@@ -20,7 +20,7 @@ from ..core import DataError, RunError, check_choice
 from ..files import open_regular, read_regular
 from ..run.checkpoint import fsync_path
 from ..run.log import append_line
-from ..untrusted import Unreadable, json_lines, mend
+from ..untrusted import GIVE_UP, Unreadable, json_lines, mend
 from ..widgets.labels import VERDICTS, Pair
 
 # %% auto #0
@@ -228,7 +228,7 @@ class FeedbackStore:
 
     def all(self) -> list[Feedback]:
         """Everything in the file, oldest first, less what was undone; damaged lines are counted in `torn`."""
-        self.torn, by_id, undone, notes = 0, dict[str, Feedback](), set[str](), dict[tuple[str, str], str]()
+        self.torn, by_id, undone, notes, first = 0, dict[str, Feedback](), set[str](), dict[tuple[str, str], str](), ""
         if not self.path.exists():
             return []
         with open_regular(self.path, root=self.path) as f:
@@ -247,8 +247,10 @@ class FeedbackStore:
                         by_id[feedback.id] = feedback
                 except (ValueError, KeyError, TypeError, AttributeError, OverflowError, DataError):
                     self.torn += line.ended  # an unfinished last line is being written, or was never acknowledged
+                    first = first or f"line {line.number}: {line.problem or 'no feedback'}"
         if self.torn:
-            warnings.warn(f"{self.path}: lines that are torn or no feedback were left out: {self.torn}.", stacklevel=2)
+            text = f"{self.path}: lines that are torn or no feedback were left out: {self.torn} ({first})."
+            warnings.warn(text, stacklevel=2)
         return [_noted(x, notes) for x in by_id.values() if x.id not in undone]
 
     def standing(self) -> list[Feedback]:
@@ -291,7 +293,11 @@ def erase(path: Path, hashes: Set[str]) -> list[dict[str, Any]]:
     lines, places = list[dict[str, Any]](), list[tuple[int, int]]()
     try:
         with open_regular(path, "r+b", root=path) as file:
-            for line in json_lines(file):
+            for line in json_lines(file, tell=True):
+                if line.size >= GIVE_UP:
+                    raise RunError(
+                        f"{path}: what follows line {line.number} can't be read ({line.problem}): cut it off first."
+                    )
                 own = isinstance(line.value, dict) and not hashes.isdisjoint(map(str, map(line.value.get, _OWNERS)))
                 if own:
                     lines.append(line.value)

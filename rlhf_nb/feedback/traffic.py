@@ -90,7 +90,7 @@ def read_traffic(path: str | Path) -> Iterator[Served]:
     """The lines of a traffic log; what can't be read (a torn last line, a line of something else) is left out."""
     names = {f.name for f in dataclasses.fields(Served)}
     with open_regular(path, root=path) as file:
-        for line in json_lines(file):
+        for line in json_lines(file, tell=True):
             if isinstance(line.value, dict):
                 try:
                     yield Served(**{k: v for k, v in line.value.items() if k in names})

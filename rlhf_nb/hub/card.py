@@ -18,7 +18,6 @@ from jinja2 import Template
 
 from ..config import SamplingConfig
 from ..core import DataError, ModelError, RlhfError, RunError, derive_seed, printable
-from ..data.hub import sha256_of
 from ..data.sources import collate_prompts, tokenize_prompts
 from ..evaluate.policy import PolicyEval, before_after, evaluate
 from ..data.worlds import gold_of, model_world, world_of
@@ -31,7 +30,7 @@ from ..train.online_config import as_rewards, load_reward
 from ..train.registry import MethodInfo, get, methods
 from ..data.rows import load_rows
 from ..train.stage import read_json
-from ..files import read_regular
+from ..files import read_regular, sha256_of
 from ..untrusted import MAX_CONFIG, Unreadable, parse_yaml
 from ..widgets.charts import to_png
 from ..widgets.panels import group_panels

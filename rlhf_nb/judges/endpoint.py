@@ -14,6 +14,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import as_completed, wait
@@ -329,6 +330,8 @@ class AnswerCache:
                 self.found[str(entry["key"])] = [float(p) for p in entry["probs"]]
             except (ValueError, KeyError, TypeError, OverflowError):
                 self.damaged += 1
+        if self.damaged:
+            warnings.warn(f"{self.path}: damaged lines were left out: {self.damaged}", stacklevel=2)
 
     @staticmethod
     def key(**what: Any) -> str:

@@ -52,7 +52,8 @@ class Figure:
         return f"[figure: {self.title}; {len(self.frames)} frames]"
 
     def _input(self, kind: str, i: int, more: str) -> str:
-        return f'<input type="{kind}" value="{i}" oninput="{escape(_SHOW)}" {more}>'
+        alone = "data-lm-suppress-shortcuts"  # else JupyterLab takes the arrow keys
+        return f'<input type="{kind}" {alone} value="{i}" oninput="{escape(_SHOW)}" {more}>'
 
     def _controls(self) -> str:
         """The slider, or a button for each frame."""

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..core import ConfigError, ModelError, check_choice
-from ..data.hub import endpoint, go_on, kinds_of, offline, refusal, sha256_of, status_of
+from ..data.hub import endpoint, go_on, kinds_of, offline, refusal, status_of
+from ..files import sha256_of
 from ..data.worlds import model_world
 from .load import pretrained, quiet
 from .places import COMPLETE, SHORT_NAMES, copy_folder, near_short_name, read_origin, split_revision

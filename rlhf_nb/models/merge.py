@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..core import DTYPES, ModelError
-from ..data.hub import sha256_of
+from ..files import sha256_of
 from .files import settings_in
 from .load import pretrained, staged
 from .recipe import Recipe, total_of

@@ -163,9 +163,7 @@ class MovingReference(Reference):
             return False
         both = zip(policy.parameters(), self.model.parameters())
         if any(hasattr(p, "to_local") or p.shape != q.shape for p, q in both):
-            raise ModelError(
-                "the policy's weights are shared out over ranks: call follow inside engine.generation_mode()."
-            )
+            raise ModelError("the weights are shared out over ranks: call follow inside engine.generation_mode().")
         for mine, new in zip(self.model.parameters(), policy.parameters(), strict=True):
             mine.lerp_(new.to(mine), self.mixup)
         return True

@@ -304,9 +304,7 @@ def write_shards(
             for name in names:
                 made = tensor(name)
                 if (made.dtype, tuple(made.shape)) != table[name]:
-                    raise ModelError(
-                        f"{name} came as {made.dtype} {list(made.shape)}, not as {table[name]}, as announced."
-                    )
+                    raise ModelError(f"{name} came as {made.dtype} {list(made.shape)}, not as {table[name]}.")
                 numbers = made.is_floating_point() and made.numel()
                 if numbers and not all(bool(torch.isfinite(x)) for x in made.aminmax()):
                     raise ModelError(

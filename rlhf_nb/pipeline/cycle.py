@@ -309,12 +309,13 @@ def run_cycle(config: CycleConfig, say: Callable[[str], None] | None = None, aga
         raise ConfigError("feedback is not set: name the store, feedback=FILE.")
     store, versions = open_store(config.feedback), Versions(config.models)
     check_settings(config)
+    said = store.standing()
     if not versions.names() and config.start is None:
         raise ConfigError(f"{versions.folder} has no version yet: name the model that is served now, start=FOLDER.")
     with RunLock(versions.folder), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         _tidy(config, versions)
-        said, folder = store.standing(), _open_turn(versions)
+        folder = _open_turn(versions)
         if made := next((n for n in versions.names() if versions.about(n).get("turn") == folder.name), None):
             return _decide(config, versions, folder, made, versions.about(made)["reason"])  # it was killed after that
         if versions.canary is not None:

@@ -92,7 +92,7 @@ class PipelineConfig(StrictConfig):
     data: PathText | None = option(None, "'toy', a file, a folder or a hub name: for each stage without a data.path")
     device: str | None = option(None, "of every stage; null: as it says", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")
     processes: int = option(1, "that train each stage together, on this machine, started anew for each", ge=1)
-    strategy: str = option("ddp", "of several processes: ddp, zero1, zero2, zero3, fsdp2, zero2_offload, zero3_offload")
+    strategy: str = option("ddp", "of several processes: ddp, zero1, zero2, zero3, fsdp2, zero2_offload, fsdp2+tp2")
     eval_prompts: int = option(256, "held-out prompts that every model answers at the end", ge=1)
     questions: int = option(5, "of these, how many are printed with their answers", ge=0)
     console: bool = option(True, "show progress")

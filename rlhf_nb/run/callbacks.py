@@ -49,7 +49,7 @@ class Flags:
         if engine.ranks.processes == 1:
             return self
         mine = {k: torch.tensor(float(getattr(self, k))) for k in ("stop", "save", "evaluate", "control")}
-        wishes = {k: bool(float(total)) for k, total in engine.reduce_sum(mine).items()}
+        wishes = {k: bool(float(total)) for k, total in engine.reduce_sum(mine, every=True).items()}
         return Flags(**wishes, reason=self.reason or ("asked for by another rank" if wishes["stop"] else ""))
 
 # %% ../../nbs/run/callbacks.ipynb #d714d666

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import math
 import os
@@ -23,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from ..core import CheckpointError, printable
-from ..files import FileRefused, open_regular, read_regular, write_whole
+from ..files import FileRefused, read_regular, sha256_of, write_whole
 from ..untrusted import MAX_LINE, json_value
 
 # %% auto #0
@@ -95,15 +94,6 @@ def fsync_path(path: Path) -> None:
         os.close(handle)
 
 
-def _sha256(path: Path) -> str:
-    """Hash of a file, read in pieces."""
-    digest = hashlib.sha256()
-    with open_regular(path) as f:
-        while piece := f.read(1 << 22):
-            digest.update(piece)
-    return digest.hexdigest()
-
-
 def _read(folder: Path, name: str) -> Any:
     """The value of one of a checkpoint's JSON files."""
     return json_value(read_regular(folder / name, MAX_LINE))
@@ -111,7 +101,7 @@ def _read(folder: Path, name: str) -> Any:
 
 def _about(path: Path) -> dict[str, Any]:
     """What the manifest says of a file."""
-    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+    return {"bytes": path.stat().st_size, "sha256": sha256_of(path, path.parent)}
 
 
 def _write(folder: Path, tensors: Tensors, meta: dict[str, Any], part: Part | None) -> dict[str, dict[str, Any]]:
@@ -276,7 +266,7 @@ def problem_of(folder: str | Path) -> str | None:
                 return f"{name} is missing{whose}"
             if path.stat().st_size != expected["bytes"]:
                 return f"{name} has {path.stat().st_size} bytes instead of {expected['bytes']}"
-            if _sha256(path) != expected["sha256"]:
+            if sha256_of(path, folder) != expected["sha256"]:
                 return f"{name} has changed since it was written (its SHA-256 differs)"
         return None if "state.json" in files else "state.json is missing"
     except FileNotFoundError:

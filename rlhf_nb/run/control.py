@@ -207,7 +207,7 @@ class RunControl:
                 run.evaluate()
             run.observers.call("on_wait", run)
             time.sleep(self.POLL)
-            everyone = run.engine.gather_object((self.requests.new() if run.engine.is_main else [], stop.requested))
+            everyone = run.engine.ranks.everyone((self.requests.new() if run.engine.is_main else [], stop.requested))
             leave = next((word for _, word in everyone if word), "")
             flags = self._obey_all(everyone[0][0])
         self.paused = False

@@ -24,7 +24,7 @@ from .strategies import connect
 from .strategy import Layout, Rates, Strategy, connect_plain, layout_of, load_tensors, lr_factor
 from ..scoring.packing import split_among
 from ..scoring.recompute import recomputing
-from ..scoring.scores import one_forward
+from ..scoring.scores import one_forward, sharing_rows
 from ..types import Batch, LossSum, sent
 
 BatchT = TypeVar("BatchT", bound=Batch)
@@ -87,11 +87,11 @@ def asked_strategy(environment: Mapping[str, str] = os.environ) -> str:
     Raises:
         ConfigError: an unknown name, or variables that contradict each other.
     """
-    own, base = environment.get("RLHF_NB_STRATEGY", "").replace("_offload", ""), ""
+    own, base = environment.get("RLHF_NB_STRATEGY", ""), ""
     on = {k: environment.get(k, "").lower() in ("1", "true", "yes") for k in _SWITCHES}
     if own:
         try:
-            base = layout_of(own).base
+            base, own = layout_of(own).base.removesuffix("_offload"), own.replace("_offload", "")
         except ConfigError as error:
             raise ConfigError(f"RLHF_NB_STRATEGY is {own!r}: {error}") from error
     theirs = ""
@@ -189,13 +189,13 @@ class Ranks:
         self.speaks = self.process % self.inner == 0  # for all processes that hold the same rows
         self._votes = 0
 
-    def reduce_sum(self, local: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Scalars summed over ranks, all in one message (every rank passes the same keys)."""
+    def reduce_sum(self, local: dict[str, Tensor], every: bool = False) -> dict[str, Tensor]:
+        """Scalars summed over ranks (`every`: over processes), all in one message; each passes the same keys."""
         if self.processes == 1 or not local:
             return local
         keys = sorted(local)
         total = torch.stack([sent(local[k].detach().double(), self.device) for k in keys])
-        torch.distributed.all_reduce(total if self.speaks else total.zero_())
+        torch.distributed.all_reduce(total if self.speaks or every else total.zero_())
         found = dict(zip(keys, total.unbind()))
         return {k: found[k] for k in local}  # in the order that was given, as with one process
 
@@ -224,7 +224,7 @@ class Ranks:
 
     def agree(self, x: Any) -> Any:
         """What the first of the processes with the same rows has: a judge may have told each of them something else."""
-        return x if self.inner == 1 else self.gather_object(x)[self.rank]
+        return x if self.inner == 1 else self.gather_object(x.to("cpu"))[self.rank].to(self.device)
 
     def gather_rows(self, batch: BatchT, unit: int = 1, pad_id: int = 0) -> BatchT:
         """The rows of all ranks as one batch, in the order that one process would have them in.
@@ -493,6 +493,12 @@ class Engine:
         self.settings: OptimizerConfig | None = None
         self.total_steps: int | None = None
         self.lr_scale = 1.0  # what the schedule is multiplied by
+        self.shared: Any = None  # ranks that compute each row of tokens together
+        if self.strategy.layout.context > 1:
+            from rlhf_nb.scoring.context import SharedRows
+
+            groups: Any = torch.distributed.new_subgroups
+            self.shared = SharedRows(groups(self.strategy.layout.context)[0])
         self.recompute = False  # whether layers compute their activations again in the backward pass
         self._wrapped: nn.Module | None = None
         self._blame = Blame(self.ranks)
@@ -517,6 +523,8 @@ class Engine:
             return module
         trained = {id(p) for p in module.parameters()}
         frozen = [m for m in dict.fromkeys(frozen) if not any(id(p) in trained for p in m.parameters())]
+        if self.shared is not None:
+            self.shared.check_models(module)
         self.module = module.to(self.device)
         self.settings, self.total_steps = settings, total_steps
         self.optimizer = self.strategy.optimize(self.module, settings, rates)
@@ -550,7 +558,7 @@ class Engine:
     @contextmanager
     def inference(self) -> Iterator[None]:
         """Without gradient, in the forward pass's number format, weights whole on every rank."""
-        with torch.no_grad(), self.autocast(), self.generation_mode():
+        with torch.no_grad(), self.autocast(), self.generation_mode(), sharing_rows(self.shared):
             yield
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -568,6 +576,7 @@ class Engine:
             stack.enter_context(self.strategy.accumulate(module, last))
             if self.strategy.lockstep:
                 stack.enter_context(one_forward())
+            stack.enter_context(sharing_rows(self.shared))
             count = stack.enter_context(recomputing(self.recompute))
             yield
         if self.recompute and not count.layers:

@@ -88,12 +88,11 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return events
     with opened as file:
-        for line in json_lines(file):
+        for line in json_lines(file, tell=True):
             if isinstance(line.value, dict):
                 events.append(_revive(line.value))
-            elif line.ended and (line.problem or line.value is not None):
-                why = line.problem or "no event, but another value"
-                warnings.warn(f"{path}: line {line.number} was left out: {why}", stacklevel=2)
+            elif line.ended and line.value is not None:
+                warnings.warn(f"{path}: line {line.number} was left out: no event, but another value", stacklevel=2)
     return events
 
 # %% ../../nbs/run/log.ipynb #92a7d839
@@ -172,15 +171,18 @@ def cut_back(path: Path, key: str, last: int) -> int:
     Returns:
         How many lines went.
     """
-    kept, dropped = list[bytes](), 0
+    kept, dropped, damaged = list[bytes](), 0, 0
     with open_regular(path) as file:
         while line := file.readline(MAX_LINE):  # a longer line is none of ours, and what is behind it goes, too
-            if _number_of(line, key) <= last:
+            if (number := _number_of(line, key)) <= last:
                 kept.append(line)
                 continue
-            dropped += 1
-            if not line.endswith(b"\n"):
+            dropped, ended = dropped + 1, line.endswith(b"\n")
+            damaged += number == math.inf and (ended or len(line) == MAX_LINE)
+            if not ended:
                 break
+    if damaged:
+        warnings.warn(f"{path}: {damaged} damaged lines were dropped, and all behind one without an end", stacklevel=3)
     if dropped:
         write_whole(path, b"".join(kept))
     return dropped
@@ -279,7 +281,7 @@ class ControlRequests:
             with open_regular(self.path) as f:
                 f.seek(self.offset)
                 for line in json_lines(f, MAX_REQUEST):
-                    if not line.ended and line.size <= MAX_REQUEST:
+                    if not line.ended:
                         break  # it is being written
                     row = _request_of(line, self.offset)
                     self.offset += line.size

@@ -588,9 +588,7 @@ class Trainer:
         return self.history
 
     def next_batch(self) -> Any:
-        """What the next step collects from: a batch of the source, or what was drawn ahead for it; None when there is
-        no more.
-        """
+        """What the next step collects from: the source's next batch, or what was drawn ahead; None: no more."""
         if self.method.ahead is None:
             return self.feed.pull()
         with self.step_start.kept(), self.meter.time("collect"), self.engine.inference():

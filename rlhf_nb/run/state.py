@@ -379,7 +379,7 @@ def condition(run: Any) -> str:
         finite = values.isfinite()
         broken += int((~finite).sum())
         largest = max(largest, float(values.where(finite, 0.0).abs().max()) if values.numel() else 0.0)
-    told = run.engine.gather_object((broken, largest))
+    told = run.engine.ranks.everyone((broken, largest))
     broken, largest = sum(b for b, _ in told), max(x for _, x in told)
     return f"{broken:,} weights are not finite" if broken else f"all weights are finite, the largest is {largest:.4g}"
 

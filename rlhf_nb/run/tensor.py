@@ -69,6 +69,8 @@ def cuts(module: nn.Module, ways: int) -> tuple[dict[str, Any], list[str]]:
             continue
         config: Any = decoder.config
         plan: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
+        if int(getattr(config, "num_hidden_layers", None) or 2) < 2:
+            raise _refusal("needs two layers or more, and this model has one")
         if not plan:
             raise _refusal(f"needs transformers' plan of the model, and {type(decoder).__name__} has none")
         for what in ("num_attention_heads", "num_key_value_heads"):

@@ -14,6 +14,7 @@ import yaml
 
 from ..core import ConfigError, check_choice
 from ..strict import table_of
+from ..run.strategy import layout_of
 from .launch import accelerate_settings
 
 # %% auto #0
@@ -33,15 +34,19 @@ def accelerate_config(name: str, processes: int | None = None, machines: int | N
     """The text of a config for `accelerate launch --config_file`.
 
     Args:
-        name: one of `accelerate_configs()`.
+        name: one of `accelerate_configs()`, with parts or without (`run.strategy.layout_of`).
         processes: on all machines together; None: as in the file.
         machines: how many; None: as in the file (one).
 
     Raises:
         ConfigError: no such config, or numbers that don't go together.
     """
-    check_choice("accelerate config", name, accelerate_configs())
-    text = files("rlhf_nb").joinpath(*_FOLDER, f"{name}.yaml").read_text(encoding="utf-8")
+    base, parts, _ = name.partition("+")
+    check_choice("accelerate config", base, accelerate_configs())
+    text = files("rlhf_nb").joinpath(*_FOLDER, f"{base}.yaml").read_text(encoding="utf-8")
+    if parts:
+        layout_of(name, processes)
+        text = f"# Start it with RLHF_NB_STRATEGY={name}: accelerate has no words for the parts.\n{text}"
     for key, value in (("num_processes", processes), ("num_machines", machines)):
         if value is not None:
             if value < 1:
@@ -94,7 +99,7 @@ def slurm_script(
         output_dir: the run directory, on a shared file system; relative ones count from where the job is submitted.
         nodes: machines.
         gpus_per_node: processes on each.
-        strategy: ddp, zero1, zero2, zero3, zero3_offload or fsdp2.
+        strategy: ddp, zero1, zero2, zero3, zero3_offload or fsdp2, with parts (`run.strategy.layout_of`).
         name: of the job.
         time: limit, as [days-]hours:minutes:seconds.
         grace: seconds before the limit at which the run is asked to save and stop; a step and a checkpoint must fit.
@@ -144,7 +149,7 @@ def kubernetes_manifest(
         mount: where it is seen.
         nodes: pods.
         gpus_per_node: processes in each.
-        strategy: ddp, zero1, zero2, zero3, zero3_offload or fsdp2.
+        strategy: ddp, zero1, zero2, zero3, zero3_offload or fsdp2, with parts (`run.strategy.layout_of`).
         name: of both objects.
         namespace: of both objects.
         memory: of a pod.

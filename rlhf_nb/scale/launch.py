@@ -631,7 +631,8 @@ def _try_until_done(
         same = failures[-1:] == [failure.what] and failure.traceback and not failure.echo  # exception and step
         if failure.final or len(failures) >= restarts or same:
             tried = f" after {len(failures)} restart(s)" if failures else ""
-            raise RunError(f"{failure.what}{tried}.\n{failure.traceback or _tail(folder / 'out.txt')}")
+            where = "" if failure.final else "\n" + (failure.traceback or _tail(folder / "out.txt"))
+            raise RunError(f"{failure.what.removesuffix('.')}{tried}.{where}")
         failures.append(failure.what)
         saved = bool(checkpoints_in(run.checkpoints))
         if own and not saved:

@@ -3,6 +3,7 @@
 # %% ../../nbs/scale/live.ipynb #a7050003
 from __future__ import annotations
 
+import io
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -15,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from ..core import printable
 from ..files import open_regular
 from ..run.callbacks import eval_line, step_line
-from ..untrusted import json_value
+from ..untrusted import json_lines
 
 # %% auto #0
 __all__ = ['Live']
@@ -84,11 +85,13 @@ class Live:
                 data = f.read(1 << 24)
         except OSError:
             return
-        ended = data[: data.rfind(b"\n") + 1]
+        ended = data[: data.rfind(b"\n") + 1] or data * (len(data) == 1 << 24)  # no line is as long as that
         self.at, self.tail = self.at + len(ended), (self.tail + ended)[-64:]
-        for line in ended.splitlines():
-            with suppress(ValueError, TypeError):
-                event = json_value(line)
+        for line in json_lines(io.BytesIO(ended)):
+            if line.problem:
+                self.tell(f"note: a line of {self.path} was left out: {line.problem}")
+            with suppress(TypeError):
+                event = line.value
                 whole = isinstance(event, dict) and isinstance(event.get("step"), int)
                 if whole and event.get("time", 0) >= self.begun - 1 and event["time"] > known:
                     self.last = event["time"]

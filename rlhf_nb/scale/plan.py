@@ -45,6 +45,7 @@ class Plan(NamedTuple):
         s = self.split
         offload = {"none": "", "optimizer": ", optimizer on the host", "all": ", weights and optimizer on the host"}
         how = "no splitting" if s.stage == 0 else f"ZeRO stage {s.stage}"
+        how += f", {s.context} GPUs share each row" if s.context > 1 else ""
         again, visits = ", layers recomputed" if self.job.recompute else "", self.job.info.online and s.stage == 3
         again += ", weights visit the GPU layer by layer while sampling" if visits and not s.gather else ""
         return (
@@ -74,6 +75,8 @@ class Plan(NamedTuple):
             return " ".join(filter(None, ["rlhf-nb", name, settings, *words]))
         strategy = f"zero{s.stage}" if s.stage else "ddp"
         strategy += "" if s.offload == "none" else "_offload"
+        if s.context > 1:
+            strategy = f"{'fsdp2' if s.stage else 'ddp'}+cp{s.context}"
         here = s.gpus if s.gpus <= MACHINE else math.gcd(s.gpus, MACHINE)
         more = [] if here == s.gpus else ["--slurm", f"--nodes {s.gpus // here}"]
         parts = ["rlhf-nb launch", name, settings, *words, *more, f"-n {here}", f"--strategy {strategy}"]
@@ -87,6 +90,9 @@ def _ways(job: Job, gpus: int) -> Iterator[tuple[Split, bool]]:
     stages: tuple[Literal[0, 1, 2, 3], ...] = (0, 1, 2, 3) if gpus > 1 else (0,)
     for again in sorted({job.recompute, True}):
         yield from ((Split(gpus, s, "none", overhead), again) for s in stages)
+    for ranks in (2, 4, 8, 16):  # that share rows
+        if job.device == "cuda" and gpus % ranks == 0:
+            yield from ((Split(gpus, s, "none", overhead, context=ranks), True) for s in (0, 3))
     yield Split(gpus, 2, "optimizer", overhead), True
     for gather in both:
         if gpus > 1:
@@ -99,13 +105,14 @@ def _first_fit(shape: DecoderShape, job: Job, gpus: int, memory: float, host: fl
     row, limit, offered = row_tokens(job, shape.hidden)[0], memory * 2**30, math.inf if host is None else host * 2**30
     for least in (max(row, job.token_budget // 4), row):
         for split, again in _ways(job, gpus):
-            tokens = 2 * job.token_budget
+            most = max(job.token_budget, least)  # a row is never cut
+            tokens = 2 * most
             while tokens > least:
-                tokens = max(tokens // 2, least) if tokens <= job.token_budget else job.token_budget
+                tokens = max(tokens // 2, least) if tokens <= most else most
                 smaller = dataclasses.replace(job, token_budget=tokens, recompute=again)
                 need = predict_memory(shape, smaller, split)
                 if need.peak <= USABLE * limit and need.host <= offered:
-                    return Plan(split, smaller, need, limit, *forward_rows(smaller, shape, gpus)[:2])
+                    return Plan(split, smaller, need, limit, *forward_rows(smaller, shape, split.groups)[:2])
     return None
 
 
@@ -180,7 +187,7 @@ def smallest_group(model: Any, found: Plan) -> int:
     shape, s = decoder_shape(model), found.split
     if s.stage == 0:
         return 1
-    group, mini, collected = 1, found.job.mini_batch, found.job.rollout_batch or found.job.mini_batch
+    group, mini, collected = s.context, found.job.mini_batch, found.job.rollout_batch or found.job.mini_batch
     while group < s.gpus:
         fewer, drawn = max(1, mini * group // s.gpus), collected * group // s.gpus
         job = dataclasses.replace(found.job, mini_batch=fewer, rollout_batch=drawn)
@@ -202,14 +209,17 @@ def sent_per_step(model: Any, found: Plan) -> float:
         return 0.0
     roles = roles_of(shape, job)
     trained, share = sum(w.trained for w in roles), (s.gpus - 1) / s.gpus
-    if s.stage < 3:
-        return 2 * trained * job.format.grad * share  # an all-reduce, or a reduce-scatter and a gather of weights
-    tokens, _, _ = forward_rows(job, shape, s.gpus)
     n, k = row_tokens(job, shape.hidden)
-    forwards = math.ceil(math.ceil(job.mini_batch / s.gpus / k) * n / tokens)
+    learnt = math.ceil(job.mini_batch / s.groups / k) * n  # tokens
+    heads = (2 + job.recompute) * 2 * (shape.attention + shape.keys) * shape.layers * job.format.compute
+    turned = heads * learnt / s.context * (1 - 1 / s.context)  # queries, keys, values and what is attended
+    if s.stage < 3:
+        return turned + 2 * trained * job.format.grad * share  # an all-reduce, or a reduce-scatter and a gather
+    tokens, _, _ = forward_rows(job, shape, s.groups)
+    forwards = math.ceil(learnt / tokens)
     fetched = [w for w in roles if w.role in ("policy", "value")]
     whole = sum(w.trained * job.format.weight + w.frozen * job.format.frozen for w in fetched)
-    return (2 * forwards * whole + trained * job.format.grad) * share
+    return turned + (2 * forwards * whole + trained * job.format.grad) * share
 
 # %% ../../nbs/scale/plan.ipynb #5fad65e3
 def plans(
@@ -264,7 +274,8 @@ def plan_table(
         s, roles = way.split, way.budget.by_role()
         most = max(roles, key=lambda r: roles[r])
         lines.append(
-            f"| {n:,} | {s.stage}{'' if s.gather else ', layer by layer'} | {s.offload.replace('none', '')} | "
+            f"| {n:,} | {s.stage}{f'+cp{s.context}' * (s.context > 1)}{'' if s.gather else ', layer by layer'} | "
+            f"{s.offload.replace('none', '')} | "
             f"{'yes' if way.job.recompute else ''} | {way.tokens:,} | {way.job.mini_batch:,} | "
             f"{way.budget.peak / 2**30:.1f} ({most}) | {sent_per_step(shape, way) / 2**30:.1f} | "
             f"{smallest_group(shape, way):,} |"

@@ -116,12 +116,13 @@ def predict_step(model: Any, found: Plan, gpu: Machine, inner: int = 1) -> StepT
     """
     shape, split, job = decoder_shape(model), found.split, found.job
     collected = job.rollout_batch or job.mini_batch
-    mini, drawn = math.ceil(job.mini_batch / split.gpus), math.ceil(collected / split.gpus)
+    mini, drawn = math.ceil(job.mini_batch / split.groups), math.ceil(collected / split.groups)
     own = dataclasses.replace(job, mini_batch=mini, rollout_batch=drawn if job.info.online else mini)
     speed = speed_of(gpu, shape, own)
     if split.stage:
         speed = speed._replace(adam=speed.adam / split.gpus)
     generate, score, update = step_seconds(shape, own, speed, inner, again=True)
+    score, update = score / split.context, update / split.context  # but answers are drawn by each
     updates = inner * math.ceil(collected / job.mini_batch) if job.info.online else 1
     rate = WIRE * (gpu.link if split.gpus <= MACHINE else min(gpu.link, MACHINE * gpu.network))
     wire, forwards = updates * sent_per_step(shape, found) / rate, math.ceil(mini * job.sides / found.rows)

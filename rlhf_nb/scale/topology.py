@@ -441,9 +441,12 @@ class Split:
     overhead: float = 0.0  # bytes of libraries, context and communication on each GPU
     bucket: int = 500_000_000  # numbers gathered or reduced in one message at most (DeepSpeed's default)
     live: int = 1_000_000_000  # numbers that stage 3 leaves whole, needed again soon (DeepSpeed's default)
+    context: int = 1  # neighbours that share the tokens of each row (+cp)
     gather: bool = True  # stage 3 collects the whole policy once a rollout; False: layer by layer for each token, slow
 
     def __post_init__(self) -> None:
+        if self.gpus % self.context:
+            raise ConfigError(f"context is {self.context} and gpus {self.gpus}: groups of that size share rows.")
         if self.gpus < 1 or self.stage not in (0, 1, 2, 3):
             raise ConfigError(f"gpus is {self.gpus} and stage {self.stage}: need at least one GPU, and stage 0 to 3.")
         if (least := {"none": 0, "optimizer": 1, "all": 3}.get(self.offload)) is None:
@@ -452,6 +455,11 @@ class Split:
             what = "the optimizer's numbers" if least == 1 else "weights, too,"
             able = f"which stage {least} and above can; stage is {self.stage}"
             raise ConfigError(f"offload={self.offload!r} moves {what} to the host, {able}.")
+
+    @property
+    def groups(self) -> int:
+        """GPUs, or groups of them, with rows of their own."""
+        return self.gpus // self.context
 
     def part(self, from_stage: int) -> float:
         """The share of a GPU of what is split from this stage on."""
@@ -499,7 +507,7 @@ def _product(numbers: float, width: float) -> str:
 # %% ../../nbs/scale/topology.ipynb #a8489ede
 def update_terms(shape: DecoderShape, roles: Sequence[Weights], job: Job, split: Split) -> Iterator[MemoryTerm]:
     """Gradients, activations and messages, while a step is computed."""
-    tokens, rows, later = forward_rows(job, shape, split.gpus)
+    tokens, rows, later = (math.ceil(n / split.context) for n in forward_rows(job, shape, split.groups))
     sizes = _gradients(roles, job, split)
     kept, waiting = _kept(shape, job, split, tokens), sizes["waiting"] if later else 0.0
     if later and (afterwards := _kept(shape, job, split, later)) + waiting >= kept:
@@ -509,7 +517,7 @@ def update_terms(shape: DecoderShape, roles: Sequence[Weights], job: Job, split:
     text = f"{tokens:,} tokens × {shape.layers} layers × {job.decoders}"
     yield MemoryTerm("activations", "of the layers", kept, text, ("backward",))
     if job.info.leaves == "policy":
-        n = min(tokens, rows * job.completion)
+        n = min(tokens, rows * job.completion)  # of one row's answer all may be in one stretch
         size, text = head_memory(shape, job, n), f"of {n:,} targets, in chunks"
         yield MemoryTerm("activations", "logits", size, text, ("backward",))
     head = 0 if job.lora or job.info.leaves in ("reward", "process") else shape.vocab * shape.hidden
@@ -605,15 +613,15 @@ def predict_memory(model: Any, job: Job, split: Split = Split()) -> Budget:
     Args:
         model: a Shape, a transformers config, a directory or a hub name.
         job: method and batch.
-        split: GPUs, ZeRO stage, offload.
+        split: GPUs, ZeRO stage, offload, context.
     """
     shape = decoder_shape(model)
     roles = roles_of(shape, job)
     terms = [*weight_terms(roles, job, split, shape), *update_terms(shape, roles, job, split)]
     if job.info.online:
-        need = sampling_memory(shape, job, split.gpus)
+        need = sampling_memory(shape, job, split.groups)
         copies = need["copies"] if split.gather or split.stage < 3 else 0.0  # none of weights that only visit
-        at_once, rows = cache_rows(shape, job, split.gpus)
+        at_once, rows = cache_rows(shape, job, split.groups)
         row = f"2 × {shape.layers} × {shape.keys} × {job.prompt + job.completion}"
         drawn: tuple[Moment, ...] = ("sampling",)
         cache = f"{row} × {at_once} rows × {job.format.compute:g}"

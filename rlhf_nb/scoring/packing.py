@@ -44,6 +44,10 @@ class Pack:
         counts = torch.bincount((row * most + branch)[inside], minlength=rows * most).view(rows, most)
         return [lengths[: n + 1] for lengths, n in zip(counts.tolist(), held.tolist(), strict=True)]
 
+    def only(self, mine: Tensor) -> Pack:
+        """With some of the targets, by their indices."""
+        return replace(self, **{k: getattr(self, k)[mine] for k in ("source", "targets", "rows", "cols")})
+
     def to(self, device: torch.device, branched: bool = False) -> Pack:
         """The layout on the device that computes, sent in two messages; the host keeps what it knows.
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..core import ConfigError, DataError, ModelError
-from ..fast.attention import Flat, branches_pay, flat_kernel
+from ..fast.attention import Flat, FlatRows, branches_pay, flat_kernel
 from ..fast.blocks import decode_states, attention_shape
 from ..fast.linear import half_copies
 from ..fast.support import can_run, decoder_of, enabled, split, unwrapped, use_fast
@@ -38,8 +38,8 @@ log = logging.getLogger(__name__)
 _Found = TypeVar("_Found")
 
 # %% auto #0
-__all__ = ['log', 'FULL', 'Pooling', 'hidden_states', 'one_forward', 'TokenScores', 'completion_logps', 'completion_values',
-           'pool_row', 'completion_reads', 'sequence_scores', 'logps']
+__all__ = ['log', 'FULL', 'Pooling', 'hidden_states', 'one_forward', 'sharing_rows', 'TokenScores', 'completion_logps',
+           'completion_values', 'pool_row', 'completion_reads', 'sequence_scores', 'logps']
 
 # %% ../../nbs/scoring/scores.ipynb #769b0853
 def hidden_states(
@@ -49,6 +49,7 @@ def hidden_states(
     tied: bool = False,
     fast: bool = False,
     read: str = "last_hidden_state",
+    share: Any = None,
 ) -> Tensor:
     """[N, H] last hidden states of a packed batch, at the wanted places.
 
@@ -60,6 +61,8 @@ def hidden_states(
             needs no matrix of its own.
         fast: leave out what is not read (`fast.blocks`); only where `can_run` has no objection.
         read: the output that is read; "logits" of a whole language model.
+        share: ranks that share the tokens (`scoring.context.SharedRows`), of which this one gives its own stretch's
+            states; `wanted` are places in it.
 
     Raises:
         DataError: a token id or a position that the model has no embedding for.
@@ -67,9 +70,12 @@ def hidden_states(
     """
     try:
         if fast:
-            return _fast_states(net, p, wanted, tied)
-        with recomputed_layers(net) if is_on() else nullcontext():
-            out = net(input_ids=p.input_ids, use_cache=False, **_mask_arguments(net, p))
+            look, again = _looks(net, p, wanted is not None, share), recomputed if is_on() else None
+            return decode_states(net, p.input_ids, p.position_ids, look, wanted, tied, again, share)
+        alone = nullcontext({"input_ids": p.input_ids} | _mask_arguments(net, p))
+        given = alone if share is None else share.through(net, p, _looks(net, p, True, share))
+        with given as arguments, recomputed_layers(net) if is_on() else nullcontext():
+            out = net(**arguments, use_cache=False)
     except IndexError as e:
         config = text_config(net)
         raise DataError(
@@ -89,24 +95,22 @@ def hidden_states(
     return h if wanted is None else h.index_select(0, wanted)
 
 
-def _fast_states(decoder: nn.Module, p: Pack, wanted: Tensor | None, tied: bool) -> Tensor:
-    """`fast.blocks`'s forward pass; where much is padding, or attention goes along branches, only real tokens go
-    through the layers."""
+def _looks(decoder: nn.Module, p: Pack, some: bool, share: Any = None) -> FlatRows:
+    """How tokens attend; where much is padding, or attention goes along branches, or ranks share the tokens, only real
+    ones go through the layers."""
     weight = next(decoder.parameters())
     # under autocast, too: attention stays in float32
     on_cpu = weight.device.type == "cpu" and weight.dtype.itemsize >= 4
-    real = where_true(p.token_mask) if wanted is not None else None
+    real = where_true(p.token_mask) if some or share is not None else None
     apart = real is not None and on_cpu and branches_pay(p.branches, width_of(decoder))
-    shape = attention_shape(decoder)
+    shape = attention_shape(decoder) if share is None else share.shape(attention_shape(decoder))
     kernel = None if real is None or apart else flat_kernel(shape)
     flat = None if kernel is None else Flat(kernel, shape, p.branches)
-    if real is not None and not apart and flat is None and len(real) > FULL * p.token_mask.numel():
+    plain = share is None and not apart and flat is None
+    if real is not None and plain and len(real) > FULL * p.token_mask.numel():
         real = None
-    branches = p.branches if apart else None
-    again = recomputed if is_on() else None
-    return decode_states(
-        decoder, p.input_ids, p.position_ids, p.attention_mask, wanted, real, tied, branches, again, flat
-    )
+    rows, length = p.input_ids.shape
+    return FlatRows(rows, length, real, p.attention_mask, p.branches if apart else None, flat)
 
 
 FULL = 0.9  # part of a forward pass that is tokens, from which leaving out the padding costs more than it saves
@@ -143,6 +147,34 @@ def one_forward() -> Iterator[None]:
         _together.reset(token)
 
 
+_shared: ContextVar[Any] = ContextVar("shared", default=None)
+
+
+@contextmanager
+def sharing_rows(share: Any) -> Iterator[None]:
+    """Inside, ranks compute each row of tokens together; all of them must score the same rows.
+
+    Args:
+        share: of `scoring.context`; None: this process computes alone.
+    """
+    token = _shared.set(share)
+    try:
+        yield
+    finally:
+        _shared.reset(token)
+
+
+def _sharing(net: Any, longest: int, output: str) -> Any:
+    """The ranks that compute rows of a model together. None where there are none; and, without gradients, where the
+    model can't be shared: each computes all then."""
+    share = _shared.get()
+    if share is None or (reason := share.why_not(net, longest, output)) is None:
+        return share
+    if torch.is_grad_enabled():
+        raise ModelError(f"ranks can't share this model's rows: {reason}. Use a strategy without +cp.")
+    return None
+
+
 def _forwards(
     net: Any,
     c: Completions,
@@ -153,9 +185,9 @@ def _forwards(
     read: Callable[[Tensor, Pack, Tensor], _Found],
     tied: bool = False,
     output: str = "last_hidden_state",
-) -> list[_Found]:
-    """read(row indices, pack, states at its places) of each forward pass; without gradients, on several cores at
-    once."""
+) -> tuple[list[_Found], Any]:
+    """read(row indices, pack, states at its places) of each forward pass; without gradients, on several cores at once.
+    Where ranks share the rows they are the second result, and what was read is of this rank's places only."""
     width, device, causal = width_of(net), c.prompt_ids.device, _is_causal(net)
     c = c.on_host()  # what is decided from here on must not wait for the device
     total = c.prompt_lens + c.completion_lens
@@ -166,7 +198,9 @@ def _forwards(
             raise ModelError(f"prompts can't be shared: {reason}. With share_prompts=True they are, where possible.")
         share = False if reason else share
     fast = decoder_of(net) is net and can_run(net, longest) is None
-    workers = 1 if torch.is_grad_enabled() or not fast else workers_for(net)
+    if (cut := _sharing(net, longest, output)) is not None:
+        cut.check_same(c, device)
+    workers = 1 if torch.is_grad_enabled() or not fast or cut is not None else workers_for(net)
     limit = rope_limit(net, longest)
     sides = (
         [torch.arange(len(c))] if limit is None else [x.nonzero()[:, 0].cpu() for x in (total > limit, total <= limit)]
@@ -189,14 +223,24 @@ def _forwards(
         columns = (c.prompt_ids, c.prompt_mask, c.completion_ids, c.completion_lens, c.completion_mask)
         part = Completions(*(x.index_select(0, index) for x in columns))
         packed = pack(part, share if entry[1] else False, targets, width=width, limit=budget, device=device)
-        return read(sent(index, device), packed, hidden_states(net, packed, places(packed), tied, fast, output))
+        index, wanted = sent(index, device), places(packed)
+        if cut is not None and wanted is not None:
+            mine, wanted = cut.mine(packed, wanted)
+            index, packed = (index[mine], packed) if places is _ends else (index, packed.only(mine))
+        h = hidden_states(net, packed, wanted, tied, fast, output, cut)
+        return read(index, packed, h if cut is None or wanted is not None else cut.whole(h, packed))
 
-    return spread(one, parts, workers)
+    return spread(one, parts, workers), cut
 
 # %% ../../nbs/scoring/scores.ipynb #3ea34d5c
 def _sources(p: Pack) -> Tensor:
     """Where tokens are predicted."""
     return p.source
+
+
+def _ends(p: Pack) -> Tensor:
+    """Where sequences end."""
+    return p.last
 
 
 def _themselves(p: Pack) -> Tensor:
@@ -261,8 +305,8 @@ def completion_logps(
         return index[p.rows], p.cols, value, *read_head(head, h, p.targets, how)
 
     with half_copies(model, _rounded(c)):
-        passes = _forwards(decoder, c, token_budget, share_prompts, targets, _sources, read, tied)
-    return _token_scores(passes, c, entropy, value_head is not None, log_sum_sq)
+        passes, cut = _forwards(decoder, c, token_budget, share_prompts, targets, _sources, read, tied)
+    return _token_scores(passes, c, entropy, value_head is not None, log_sum_sq, cut)
 
 
 def _rounded(c: Completions) -> torch.dtype | None:
@@ -273,13 +317,13 @@ def _rounded(c: Completions) -> torch.dtype | None:
 
 
 def _token_scores(
-    passes: list[tuple[Tensor, ...]], c: Completions, entropy: bool, values: bool, squares: bool
+    passes: list[tuple[Tensor, ...]], c: Completions, entropy: bool, values: bool, squares: bool, cut: Any = None
 ) -> TokenScores:
     """What was read of each forward pass (rows, columns, values, log-probs, entropies, log Σ p²) at its places."""
     rows, cols, value, logps, ents, sums = (list(x) for x in zip(*passes, strict=True)) if passes else [[]] * 6
-    scored = _place(logps, rows, cols, c.completion_ids)
+    scored = _place(logps, rows, cols, c.completion_ids, cut)
     others = ((ents, entropy), (value, values), (sums, squares))
-    return TokenScores(scored, *(_place(x, rows, cols, scored) if wanted else None for x, wanted in others))
+    return TokenScores(scored, *(_place(x, rows, cols, scored, cut) if wanted else None for x, wanted in others))
 
 # %% ../../nbs/scoring/scores.ipynb #859a4030
 _told: set[str] = set()
@@ -303,7 +347,7 @@ def _whole_logps(
 
     vocabulary = int(getattr(text_config(model), "vocab_size", None) or 1 << 17)
     few = min(budget, max(4 * CHUNK_LOGITS["cpu"] // vocabulary, 1))
-    passes = _forwards(model, c, few, False, targets, _sources, read, output="logits")
+    passes, _ = _forwards(model, c, few, False, targets, _sources, read, output="logits")
     scores = _token_scores(passes, c, entropy, False, log_sum_sq)
     if value_head is not None:
         values = completion_values(
@@ -319,12 +363,13 @@ def _flat(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
-def _place(parts: list[Tensor], rows: list[Tensor], cols: list[Tensor], like: Tensor) -> Tensor:
-    """[B, C] with values at some places and 0 elsewhere."""
+def _place(parts: list[Tensor], rows: list[Tensor], cols: list[Tensor], like: Tensor, cut: Any = None) -> Tensor:
+    """[B, C] with values at some places and 0 elsewhere; those of all ranks that share the rows (`cut`)."""
     if not parts:
         raise DataError("the batch has no rows: there is nothing to score.")
     values = torch.cat(parts)
-    return values.new_zeros(like.shape).index_put((torch.cat(rows), torch.cat(cols)), values)
+    mine = values.new_zeros(like.shape).index_put((torch.cat(rows), torch.cat(cols)), values)
+    return mine if cut is None else cut.summed(mine)
 
 # %% ../../nbs/scoring/scores.ipynb #473f9550
 def completion_values(
@@ -352,9 +397,9 @@ def completion_values(
     def read(index: Tensor, p: Pack, h: Tensor) -> tuple[Tensor, ...]:
         return index[p.rows], p.cols, _flat(head(h))
 
-    passes = _forwards(decoder, c, token_budget, share_prompts, targets, _themselves if seen else _sources, read)
+    passes, cut = _forwards(decoder, c, token_budget, share_prompts, targets, _themselves if seen else _sources, read)
     rows, cols, values = (list(x) for x in zip(*passes, strict=True)) if passes else [[]] * 3
-    return _place(values, rows, cols, c.completion_ids)
+    return _place(values, rows, cols, c.completion_ids, cut)
 
 
 Pooling = Literal["last", "mean", "both"]
@@ -424,7 +469,7 @@ def completion_reads(
 
     def chunks(index: Tensor, p: Pack, h: Tensor) -> list[tuple[Tensor, ...]]:
         rows, size, pieces = index[p.rows], max(CHUNK_LOGITS["cpu"] // vocabulary, 64), []
-        for i in range(0, len(h), size):
+        for i in range(0, max(len(h), 1), size):
             given = (h[i : i + size], rows[i : i + size], p.cols[i : i + size])
             grad = torch.is_grad_enabled() and h.requires_grad
             out = checkpoint(one, *given, use_reentrant=False) if grad else one(*given)
@@ -434,11 +479,12 @@ def completion_reads(
     budget = min(token_budget, max(4 * CHUNK_LOGITS["cpu"] // vocabulary, 1)) if whole else token_budget
     output = "logits" if whole else "last_hidden_state"
     share = False if whole else share_prompts
-    passes = _forwards(net, c, budget, share, "mask", _sources, chunks, False, output)
+    passes, cut = _forwards(net, c, budget, share, "mask", _sources, chunks, False, output)
     rows, cols, *values = (list(x) for x in zip(*(x for each in passes for x in each), strict=True))
     at, (b, width) = (torch.cat(rows), torch.cat(cols)), c.completion_ids.shape
     joined = [torch.cat(v) for v in values]
-    return tuple(v.new_zeros((b, width, *v.shape[1:])).index_put(at, v) for v in joined)
+    by_row = [v.new_zeros((b, width, *v.shape[1:])).index_put(at, v) for v in joined]
+    return tuple(by_row if cut is None else (cut.summed(v) for v in by_row))
 
 # %% ../../nbs/scoring/scores.ipynb #fb627ac5
 def sequence_scores(
@@ -471,14 +517,15 @@ def sequence_scores(
 
     def read(index: Tensor, p: Pack, h: Tensor) -> tuple[Tensor, Tensor]:
         scores = head(_pooled(p, h, pooling))
-        return index, scores if scores.numel() > len(scores) else _flat(scores)
+        return index, scores if scores.shape[1:].numel() > 1 else _flat(scores)
 
-    places: Callable[[Pack], Tensor | None] = lambda p: p.last if pooling == "last" else None  # where sequences end
-    passes = _forwards(decoder, c, token_budget, share_prompts, "all", places, read)
+    places: Callable[[Pack], Tensor | None] = _ends if pooling == "last" else lambda p: None
+    passes, cut = _forwards(decoder, c, token_budget, share_prompts, "all", places, read)
     if not passes:
         raise DataError("the batch has no rows: there is nothing to score.")
     order, scores = (torch.cat(x) for x in zip(*passes, strict=True))
-    return scores.new_zeros(scores.shape).index_put((order,), scores)
+    scores = scores.new_zeros((len(c), *scores.shape[1:])).index_put((order,), scores)
+    return scores if cut is None or pooling != "last" else cut.summed(scores)
 
 # %% ../../nbs/scoring/scores.ipynb #ff1a6ad4
 def logps(

@@ -17,7 +17,7 @@ from ..fast.workers import apart
 from ..config import ModelConfig
 from ..core import ConfigError, DataError, ModelError, decide_precision, did_you_mean
 from ..data.formats import Message
-from ..data.hub import sha256_of
+from ..files import sha256_of
 from ..data.templates import encode_chat, encode_prompts
 from ..data.worlds import model_world
 from ..models.files import base_of_adapter, find_model, load_or_explain

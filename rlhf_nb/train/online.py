@@ -449,7 +449,7 @@ class OnlineMethod(TextMethod):
         r.scores, r.reward_parts = self.rewarded(r)
         r.step_rewards, r.step_ends = self.rewards.steps or (None, None)
         r.columns.pop("environments", None)  # they stay in this process
-        r = self.engine.gather_rows(r, unit or cfg.num_generations, self.tokenizer.pad_token_id)
+        r = self.engine.agree(self.engine.gather_rows(r, unit or cfg.num_generations, self.tokenizer.pad_token_id))
         scores, ended, fixed = r.need("scores"), r.finished, cfg.missing_eos
         if fixed is not None and cfg.missing_eos_mode == "fixed" and not self._warned:
             self._warned = warn_of_endless(scores, ended, fixed)
@@ -634,6 +634,7 @@ def check_workers(method: OnlineMethod) -> None:
         "actors of Ray have no GPU for it: vLLM draws in a process of this machine": bool(key == "vllm" and how.ray),
         "each process that learns holds only a part of the weights": getattr(engine.strategy, "cuts_weights", False),
         "decoder draws in more ways than one": cfg.decoder != PLAIN_DECODER,
+        "processes that share rows draw each for itself": engine.ranks.inner > 1,
         method.draws_besides: bool(method.draws_besides),
     }  # fmt: skip
     if why := next((k for k, on in wrong.items() if on), None):
@@ -683,7 +684,7 @@ def evaluate_held_out(method: OnlineMethod, held_out: Sequence[Row]) -> PolicyEv
         with method.policy_adapter():
             how["sampler"] = method.episodes
             mine = evaluate(method.model, method.tokenizer, prompts, judges, method.reference, cfg.sampling, **how)
-    mine = mine if mine is None or engine.world_size == 1 else replace(mine, rollout=mine.rollout.to("cpu"))
+    mine = mine if mine is None or engine.ranks.processes == 1 else replace(mine, rollout=mine.rollout.to("cpu"))
     return in_turns(engine.gather_object(mine), method.tokenizer.pad_token_id)
 
 

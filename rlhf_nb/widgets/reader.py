@@ -261,7 +261,14 @@ class Tail:
 
     def __init__(self, path: Path, chunk: int = 1 << 20) -> None:
         self.path, self.chunk = path, chunk
-        self.offset, self.inode, self.mark, self.zeros = 0, 0, b"", 0
+        self.offset, self.inode, self.mark, self.zeros, self.passed = 0, 0, b"", 0, 0
+
+    @property
+    def note(self) -> str:
+        """Bytes of the file that are no lines, in words; empty when there are none."""
+        if self.zeros:
+            return f"zero bytes follow byte {self.offset:,}, and nothing behind them is read"
+        return f"{self.passed} line(s) of more than {self.LONGEST:,} bytes were passed over" if self.passed else ""
 
     def replaced(self) -> bool:
         """Whether what has been read is no longer what the file begins with; it is read anew then."""
@@ -317,7 +324,12 @@ class Tail:
                 if b"\0" in rest and len(rest) > self.chunk:
                     return
                 if len(rest) > self.LONGEST:  # no line of a run: passed over
-                    self.offset, self.mark, rest = self.offset + len(rest), rest[-64:], b""
+                    self.offset, self.mark, rest, self.passed = (
+                        self.offset + len(rest),
+                        rest[-64:],
+                        b"",
+                        self.passed + 1,
+                    )
 
     def _whole(self, data: bytes) -> tuple[bytes, bytes]:
         """Whole lines, and what comes behind them; zero bytes are waited for."""
@@ -337,7 +349,13 @@ class SampleIndex:
 
     def __init__(self, path: Path) -> None:
         self._tail = Tail(path, chunk=1 << 22)
-        self._starts, self._steps = array("q"), array("q")
+        self._starts, self._steps, self._damaged = array("q"), array("q"), 0
+
+    @property
+    def note(self) -> str:
+        """What of the file can't be read, in words; empty when all can."""
+        lost = f"{self._damaged} sample(s) are damaged and were left out" if self._damaged else ""
+        return self._tail.note or lost
 
     def poll(self) -> bool:
         """Take in new lines; True when there were any, or when the file was cut."""
@@ -376,6 +394,7 @@ class SampleIndex:
                     rows += parse_lines(f.readline(Tail.LONGEST))[0]
         except OSError:  # the folder went away
             return []
+        self._damaged = len(wanted) - len(rows)
         return [_revived(row) for row in rows]
 
 
@@ -471,7 +490,9 @@ class RunReader:
                 line = earlier[earlier.rfind(b"\n", 0, at) + 1 : earlier.find(b"\n", at) + 1] if at >= 0 else b""
                 self._take(parse_lines(line)[0])
             for block in (head[: head.rfind(b"\n") + 1], tail[tail.find(b"\n") + 1 : tail.rfind(b"\n") + 1]):
-                self._take(parse_lines(block)[0])
+                self._read(block)
+            if size > 2 * most and b"\n" not in head + tail:
+                self.problem = f"the log has {most:,} bytes without a line's end"
             self._grew = time.monotonic() - self._age()
 
     @property
@@ -651,7 +672,7 @@ class RunReader:
     @property
     def note(self) -> str:
         """What is unusual about the log itself, in words; empty when nothing is."""
-        parts = [self.problem] if self.problem else []
+        parts = [text for text in (self.problem, self._tail.note, self._samples.note) if text]
         parts += [f"{self.damaged} line(s) of the log are damaged and were left out"] if self.damaged else []
         if isinstance(self.format, int) and self.format > FORMAT:
             parts.append(f"the log has format {self.format}, this reads {FORMAT}: something may be missing")

@@ -55,7 +55,9 @@ def report(run: Any, out: str | Path | None = None, samples: int = 20) -> Path:
     for reader in readers:
         reader.poll()
     if all(r.status.state == "waiting" for r in readers):
-        raise RunError(f"there is no run in {readers[0].path}: nothing has been logged there yet")
+        raise RunError(
+            f"there is no run in {readers[0].path}: {readers[0].note or 'nothing has been logged there yet'}"
+        )
     path = Path(out) if out is not None else readers[0].path / "report.html"
     still = runs_html(readers) + line_chart(*group_panels(readers)[:4])  # for readers whose scripts are off
     shown = RunComparison(readers, pooled=False).html(still, samples)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,11 +18,7 @@ from ..rollout.sampler import eval_mode
 from ..core import DataError, RlhfError, RunError, check_choice
 from ..data.formats import prompt_text
 from ..data.sources import tokenize_prompts
-from ..losses.advantages import gae, group_advantages, kl_shaped_rewards, rloo_baseline, whiten
-from ..losses.group import group_kl, group_surrogate
 from ..losses.kl import kl_terms
-from ..losses.policy import clipped_surrogate
-from ..losses.preference import PairLogps, dpo
 from ..scoring.scores import completion_logps
 from ..run.log import RunDir
 from ..strict import table_of
@@ -38,7 +35,7 @@ Row = dict[str, Any]
 # %% auto #0
 __all__ = ['Row', 'ORDERS', 'TOKEN_MEASURES', 'POSITIVE', 'NEGATIVE', 'sample_kl', 'open_samples', 'Measure', 'observed',
            'read_samples', 'select_samples', 'sample_table', 'token_measures', 'token_texts', 'tokens_html',
-           'tokens_png', 'rescore', 'said_texts', 'without_each', 'method_pulls', 'Tokens', 'Samples']
+           'tokens_png', 'rescore', 'said_texts', 'without_each', 'Tokens', 'Samples']
 
 # %% ../../nbs/widgets/samples.ipynb #45675bab
 ORDERS = ("step", "reward", "kl", "length")
@@ -127,6 +124,8 @@ def read_samples(run: str | Path | SampleIndex, last: int = 5000) -> list[Row]:
     index = run if isinstance(run, SampleIndex) else open_samples(run)
     index.poll()
     rows = [_sound(r) for r in index.read(last=last) if r.get("type", "sample") == "sample" and "completion" in r]
+    if index.note:
+        warnings.warn(f"samples: {index.note}", stacklevel=2)
     for i, row in enumerate(rows):
         length = observed(row).count(False) if "tokens" in row else len(str(row["completion"]).split())
         asked = row.get("prompt", "")
@@ -383,58 +382,11 @@ def without_each(row: Row, reward: Any, tokenizer: Any = None) -> Row:
     """
     texts = said_texts(row, tokenizer)
     if tokenizer is None and "texts" not in row:
-        raise DataError(
-            "what an answer says without a token needs the tokens' texts: pass tokenizer=, that of the run."
-        )
+        raise DataError("what an answer says without a token needs the tokens' texts: pass tokenizer=, the run's.")
     n, rest = len(texts), ["".join(texts[:i] + texts[i + 1 :]) for i in range(len(texts))]
     asked = ["".join(texts), *rest, *("".join(texts[: i + 1]) for i in range(n))]
     whole, *each = text_scores(reward, [row["asked"]] * len(asked), asked, tokenizer).tolist()
     return row | {"without": [whole - x for x in each[:n]], "so_far": each[n:]}
-
-
-def method_pulls(rows: Sequence[Row], kl_coef: float = 0.05, beta: float = 0.1) -> list[Row]:
-    """Answers to one prompt with what a first step of each method would do to their tokens: minus the gradient of its
-    loss by the token's log-prob, at the policy that drew them. The losses are the methods' own.
-
-    Args:
-        rows: of `read_samples`, two or more, with `old_logps` and `ref_logps`; PPO needs `values`, too.
-        kl_coef: price of a nat in PPO, GRPO and RLOO.
-        beta: of DPO, whose pair is the best and the worst paid answer.
-
-    Returns:
-        Copies with `grpo`, `rloo`; `ppo` where there are values, `dpo` where rewards differ.
-
-    Raises:
-        DataError: another prompt among them, or rows without log-probs.
-    """
-    if len({str(r["prompt"]) for r in rows}) != 1 or not all(r.get("old_logps") and r.get("ref_logps") for r in rows):
-        raise DataError("the methods are compared on answers to one prompt, each with old_logps and ref_logps.")
-
-    def column(key: str) -> torch.Tensor:
-        parts = [torch.tensor(r[key], dtype=torch.float64) for r in rows]
-        return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
-
-    old, ref, scores = column("old_logps"), column("ref_logps"), torch.tensor([r["score"] for r in rows]).double()
-    lengths = torch.tensor([len(r["old_logps"]) for r in rows])
-    mask = torch.arange(old.shape[1]) < lengths[:, None]
-    logps, whole = old.clone().requires_grad_(), scores - kl_coef * (old - ref).sum(1)
-    group = group_surrogate(logps, old, group_advantages(scores, len(rows)), mask).mean
-    losses = {"grpo": group + kl_coef * group_kl(logps, ref, mask).mean}
-    better = whole - rloo_baseline(whole, len(rows))
-    losses["rloo"] = group_surrogate(logps, old, better, mask, level="answer").mean
-    if all(r.get("values") for r in rows):
-        each, _ = gae(kl_shaped_rewards(scores, old, ref, mask, kl_coef), column("values"), mask)
-        losses["ppo"] = clipped_surrogate(logps, old, whiten(each, mask), mask).mean
-    best, worst = scores.argmax()[None], scores.argmin()[None]
-    if scores[best] > scores[worst]:
-        sums = logps.sum(1), ref.sum(1), lengths
-        pair = PairLogps(*(x[side] for x in sums for side in (best, worst)))
-        losses["dpo"] = dpo(pair, beta=beta).mean()
-    pulls = {name: -torch.autograd.grad(loss, logps, retain_graph=True)[0] for name, loss in losses.items()}
-    return [
-        {**row, **{name: pull[i, :n].tolist() for name, pull in pulls.items()}}
-        for i, (row, n) in enumerate(zip(rows, lengths.tolist()))
-    ]
 
 # %% ../../nbs/widgets/samples.ipynb #37f038a7
 class Tokens:
