@@ -19,10 +19,10 @@ parameters; gradients; the optimizer's numbers (Adam's averages, DeepSpeed's own
 buffers are not Python's, so their size is taken from DDP's own log. Beside it stands the highest resident memory of that step
 above what was there before the model; here blocks of tensors are smaller, so glibc's threshold is set to 128 KiB.
 
-Time. In the processes that will train, a probe of seconds comes first: collectives by size (`scale.measure`), the pieces of a step
-(`scale.cost`), and the step of a model with as many layers that are 64 numbers wide, whose seconds are those that don't depend on
-widths. From these alone a step is predicted; then it is trained. Of the steps the fastest counts, as in the probe, because others who
-use the machine only make a step slower.
+Time. In the processes that train, each step is predicted before it is made, from a probe of seconds: collectives by size
+(`scale.measure`), the pieces of a step (`scale.cost`). Once before, the step of a model with as many layers that are 64 numbers wide
+is timed, whose seconds are those that don't depend on widths. Prediction and step lie next to each other in time because a machine's
+speed drifts; the median of four pairs counts.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ import copy
 import ctypes
 import dataclasses
 import gc
-import itertools
 import json
 import os
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -319,7 +319,7 @@ def stages(model: str) -> None:
 
 
 def time_worker(name: str) -> dict[str, Any]:
-    """On every rank: probe, predict, train; rank 0's fastest step and its peak."""
+    """On every rank: before each step its pieces are measured and it is predicted; rank 0's seconds of both, and its peak."""
     import torch
     import torch.distributed as dist
 
@@ -329,26 +329,36 @@ def time_worker(name: str) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     ranks, strategy, setting = TIMED[name]
-    thin = setting | {"prompt": 4, "completion": 4, "model": setting["model"] | TINY | {"num_hidden_layers": 8}}
-    fixed = min(train_timed(thin)["seconds"])
-    wires = measure_wires(torch.device("cpu"))
-    (config, job), told, speeds = planned(setting), [None] * ranks, list[Any]()
-    own = dataclasses.replace(job, mini_batch=job.mini_batch // ranks)
-    for turn in range(0, ranks, os.cpu_count() or 1):  # as many at once as there are cores
-        if turn <= dist.get_rank() < turn + (os.cpu_count() or 1):
-            speeds = [measure_costs(config, own, None) for _ in range(2)]
-        dist.barrier()
-    dist.all_gather_object(told, speeds)
-    speed = Speed(*(min(column) for column in zip(*itertools.chain(*told))))
-    want = predict_ranks(decoder_shape(config), job, strategy, ranks, speed, wires, fixed)
-    return train_timed(setting) | {"predicted": list(want)}
+    short = {
+        "prompt": 4,
+        "completion": 4,
+        "budget": setting["budget"] * 8 // (setting["prompt"] + setting["completion"]),
+    }
+    thin = setting | short | {"model": setting["model"] | TINY | {"num_hidden_layers": 8}}
+    fixed = statistics.median(train_timed(thin)["seconds"])
+    config, job = planned(setting)
+    own, cores = dataclasses.replace(job, mini_batch=job.mini_batch // ranks), os.cpu_count() or 1
+
+    def predict() -> list[float]:
+        told, speed = [None] * ranks, Any
+        for turn in range(0, ranks, cores):  # as many at once as there are cores
+            if turn <= dist.get_rank() < turn + cores:
+                speed = measure_costs(config, own, None)
+            dist.barrier()
+        dist.all_gather_object(told, speed)
+        mean = Speed(*(statistics.fmean(column) for column in zip(*told)))
+        wires = measure_wires(torch.device("cpu"))
+        return list(predict_ranks(decoder_shape(config), job, strategy, ranks, mean, wires, fixed))
+
+    return train_timed(setting, predict)
 
 
-def train_timed(setting: dict[str, Any], steps: int = 4) -> dict[str, Any]:
-    """Seconds of each step, and the peak of the last in MiB above what was there before the model."""
+def train_timed(setting: dict[str, Any], before: Any = None, steps: int = 5) -> dict[str, Any]:
+    """Seconds of each step but the first, what was predicted before each, and the peak of the last in MiB above what was there before
+    the model."""
     import torch.distributed as dist
 
-    rows, found = rows_for(setting, setting["model"]["vocab_size"], steps), dict[str, Any](seconds=[])
+    rows, found = rows_for(setting, setting["model"]["vocab_size"], steps), dict[str, Any](seconds=[], predicted=[])
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     zero = harness.memory(peak=False)
@@ -356,12 +366,14 @@ def train_timed(setting: dict[str, Any], steps: int = 4) -> dict[str, Any]:
         trainer = trainer_for(setting | {"steps": steps}, build(setting), folder, rows)
         gc.collect()
         trainer.start()
-        for _ in range(steps):
+        for step in range(steps):
+            if step and before is not None:
+                found["predicted"].append(before())
             Path("/proc/self/clear_refs").write_text("5")
             dist.barrier()
             begun = time.perf_counter()
             trainer.train_step()
-            found["seconds"].append(time.perf_counter() - begun)
+            found["seconds"] += [time.perf_counter() - begun] if step else []
         trainer.log.close()
     return found | {"peak": harness.memory() - zero}
 
@@ -379,13 +391,17 @@ def times(only: list[str]) -> None:
             how: dict[str, Any] = {"num_processes": ranks, "strategy": strategy, "device": "cpu", "run_dir": folder}
             got = launch(time_worker, name, restarts=0, say=None, zero=zero, **how).value
         stage, split = {"ddp": (0, {}), "fsdp2": (3, {"live": 0})}.get(strategy) or (int(strategy[-1]), {})
-        want, took = sum(got["predicted"]), min(got["seconds"])
+        pairs = [(sum(parts), seconds) for parts, seconds in zip(got["predicted"], got["seconds"])]
+        want, took, off = (statistics.median(x) for x in zip(*((p, s, p / s - 1) for p, s in pairs)))
         room, peak = predicted(setting, gpus=ranks, stage=stage, bucket=BUCKET, **split).peak / harness.MIB, got["peak"]
         print(
-            f"| {name} | {want:.2f} | {took:.2f} | {want / took - 1:+.1%} | {room:.0f} | {peak:.0f} | {room / peak - 1:+.1%} |",
+            f"| {name} | {want:.2f} | {took:.2f} | {off:+.1%} | {room:.0f} | {peak:.0f} | {room / peak - 1:+.1%} |",
             flush=True,
         )
-        print([round(x, 3) for x in got["predicted"]], [round(x, 2) for x in got["seconds"]], file=sys.stderr)
+        print(
+            [[round(x, 3) for x in parts] + [round(s, 2)] for parts, s in zip(got["predicted"], got["seconds"])],
+            file=sys.stderr,
+        )
 
 
 def main() -> None:

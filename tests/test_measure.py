@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from process_cases import make, run_ranks
 from test_cli import call
 
 from rlhf_nb.run.roles import ClusterTopology
@@ -33,7 +35,11 @@ def test_messages_of_each_strategy_are_counted() -> None:
     free, slow = line(0.0, 1e18), line(0.0, 1e6)
     size, layers = 4 * SHAPE.total / 1e6, 4 * (SHAPE.total - 2 * 512 * 64) / 1e6  # seconds at 1 MB a second
     forwards = 2  # of a rank's 4 rows of 32 tokens, 64 at a time
-    expected = {"ddp": size, "zero2": (forwards + 1) * size, "zero3": 2 * forwards * size, "fsdp2": (forwards + 1) * size + forwards * layers}  # fmt: skip
+    least = MESSAGE_SIZES[0] / 1e6  # of a message, which the fixed part holds
+    expected = {
+        "ddp": size - least, "zero2": (forwards + 1) * (size - least), "zero3": 2 * forwards * (size - least),
+        "fsdp2": (forwards + 1) * size + forwards * layers - least * (forwards * (2 * 4 + 1) + 4 + 1),
+    }  # fmt: skip
     for strategy, seconds in expected.items():
         found = predict_ranks(SHAPE, job, strategy, 2, SPEED, slow, fixed=0.5, crowd=1.0)
         nothing = predict_ranks(SHAPE, job, strategy, 2, SPEED, free, fixed=0.5, crowd=1.0)
@@ -80,3 +86,22 @@ def test_what_is_measured_can_be_planned_with(launcher: str, tmp_path: Path) -> 
     assert link.gigabytes_per_s > 0.01 and 0 < link.latency_us < 1e6
     assert found.link(0, 1) == link
     assert "| 0-1 | actor+critic |" in call("plan", "sft", "--toy", "--topology", str(out))
+
+
+def test_messages_of_an_update_are_timed(tmp_path: Path) -> None:
+    run_ranks("sft", tmp_path, 2, "fsdp2", steps=2, comm_every=2)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    first, second = (e for e in map(json.loads, lines) if e["type"] == "step")
+    assert "perf/collective_s" not in first and first["perf/tokens_per_s_per_device"] > 0
+    assert 0 < second["perf/collective_s"] < second["perf/update_s"] and 0 < second["perf/exposed_comm_share"] < 1
+
+
+@pytest.mark.parametrize(("case", "times"), [("sft", 0), ("reward", 0), ("dpo", 1), ("kto", 1)])
+def test_ranks_gather_a_model_only_where_a_step_looks_with_it(case: str, times: int, tmp_path: Path) -> None:
+    trainer = make(case, output_dir=str(tmp_path / "run"), console=False)
+    trainer.start()
+    gathered, whole = [], trainer.engine.strategy.whole
+    trainer.engine.strategy.whole = lambda: (gathered.append(case), whole())[1]
+    trainer.train_step()
+    trainer.log.close()
+    assert len(gathered) == times

@@ -99,7 +99,7 @@ def predict_ranks(
         ranks: how many.
         speed: of a rank that has a core (`cost.measure_costs`).
         wires: between them.
-        fixed: seconds of a step that don't depend on the widths of the model.
+        fixed: seconds of a step with a model as deep, as many forwards and hardly any width: what messages take at least.
         inner: passes over each rollout.
         crowd: ranks that share a core; None: from the cores of this machine.
     """
@@ -113,14 +113,17 @@ def predict_ranks(
     forwards = math.ceil(mini * job.sides / forward_rows(job, shape, ranks)[1])
     trained = sum(w.trained for w in roles_of(shape, job))
     weights, grads = trained * job.format.weight, trained * job.format.grad
-    layers = weights * (1 - shape.vocab * shape.hidden * (1 if shape.tied else 2) / shape.total)
-    sent = {
-        "ddp": [(1, "all_reduce", grads)],
-        "zero2": [(forwards, "reduce_scatter", grads), (1, "all_gather", weights)],
-        "zero3": [(forwards, "all_gather", weights), (forwards, "reduce_scatter", grads)],
-        "fsdp2": [(forwards, "all_gather", weights + layers), (1, "reduce_scatter", grads)],
+    many, ends = shape.layers, shape.vocab * shape.hidden * (1 if shape.tied else 2) / shape.total  # a layer; the rest
+    layer = (1 - ends) / many
+    sent = {  # (how often, what, share of all numbers)
+        "ddp": [(1, "all_reduce", 1.0)],
+        "zero2": [(forwards, "reduce_scatter", 1.0), (1, "all_gather", 1.0)],
+        "zero3": [(forwards, "all_gather", 1.0), (forwards, "reduce_scatter", 1.0)],
+        "fsdp2": [(forwards * many * 2, "all_gather", layer), (forwards, "all_gather", ends)]
+        + [(many, "reduce_scatter", layer), (1, "reduce_scatter", ends)],
     }[strategy]  # fmt: skip
-    wait = inner * sum(times * wires.seconds(what, size) for times, what, size in sent)
+    size = {"all_gather": weights, "reduce_scatter": grads, "all_reduce": grads}
+    wait = inner * sum(n * (wires.seconds(what, x * size[what]) - wires.seconds(what, 0)) for n, what, x in sent)
     return StepTime(generate, score, update, wait + fixed)
 
 # %% ../../nbs/scale/measure.ipynb #3ea5000b
