@@ -25,7 +25,7 @@ SPEED = Speed(1e-5, 3e-5, 2e-5, 6e-5, 0.0, 0.0, 1e-9)
 
 def line(latency: float, rate: float) -> Wires:
     """Wires whose collectives all take latency + bytes / rate."""
-    return Wires(MESSAGE_SIZES, *[tuple(latency + size / rate for size in MESSAGE_SIZES)] * 3)
+    return Wires(MESSAGE_SIZES, *[tuple(latency + size / rate for size in MESSAGE_SIZES)] * 4)
 
 
 def test_messages_of_each_strategy_are_counted() -> None:
@@ -37,7 +37,7 @@ def test_messages_of_each_strategy_are_counted() -> None:
     forwards = 2  # of a rank's 4 rows of 32 tokens, 64 at a time
     least = MESSAGE_SIZES[0] / 1e6  # of a message, which the fixed part holds
     expected = {
-        "ddp": size - least, "zero2": (forwards + 1) * (size - least), "zero3": 2 * forwards * (size - least),
+        "ddp": size - least, "zero2": (2 * forwards + 1) * (size - least), "zero3": 3 * forwards * (size - least),
         "fsdp2": (forwards + 1) * size + forwards * layers - least * (forwards * (2 * 4 + 1) + 4 + 1),
     }  # fmt: skip
     for strategy, seconds in expected.items():

@@ -34,6 +34,7 @@ class Wires(NamedTuple):
     all_reduce: tuple[float, ...]
     all_gather: tuple[float, ...]
     reduce_scatter: tuple[float, ...]
+    copy: tuple[float, ...]  # into new memory, on each rank
 
     def seconds(self, collective: str, size: float) -> float:
         """Of one collective.
@@ -71,8 +72,8 @@ def measure_wires(device: torch.device) -> Wires:
     return Wires(MESSAGE_SIZES, *zip(*[_collectives(size, device) for size in MESSAGE_SIZES]))
 
 
-def _collectives(size: int, device: torch.device) -> tuple[float, float, float]:
-    """Seconds of all-reduce, all-gather and reduce-scatter of some bytes, with the copies that sharding makes."""
+def _collectives(size: int, device: torch.device) -> tuple[float, ...]:
+    """Seconds of all-reduce, all-gather and reduce-scatter of some bytes, with the copies that sharding makes, and of a copy."""
     world = dist.get_world_size()
     whole = torch.zeros(size // 4 // world * world, device=device)
     part = whole[: len(whole) // world].clone()
@@ -83,7 +84,7 @@ def _collectives(size: int, device: torch.device) -> tuple[float, float, float]:
         return fresh.clone()
 
     reduce, scatter = lambda: dist.all_reduce(whole), lambda: dist.reduce_scatter_tensor(part, whole.clone())
-    return _together(reduce), _together(gather), _together(scatter)
+    return _together(reduce), _together(gather), _together(scatter), _together(whole.clone)
 
 # %% ../../nbs/scale/measure.ipynb #3ea50008
 def predict_ranks(
@@ -117,12 +118,12 @@ def predict_ranks(
     layer = (1 - ends) / many
     sent = {  # (how often, what, share of all numbers)
         "ddp": [(1, "all_reduce", 1.0)],
-        "zero2": [(forwards, "reduce_scatter", 1.0), (1, "all_gather", 1.0)],
-        "zero3": [(forwards, "all_gather", 1.0), (forwards, "reduce_scatter", 1.0)],
+        "zero2": [(forwards, "copy", 1.0), (forwards, "reduce_scatter", 1.0), (1, "all_gather", 1.0)],
+        "zero3": [(forwards, "copy", 1.0), (forwards, "reduce_scatter", 1.0), (forwards, "all_gather", 1.0)],
         "fsdp2": [(forwards * many * 2, "all_gather", layer), (forwards, "all_gather", ends)]
         + [(many, "reduce_scatter", layer), (1, "reduce_scatter", ends)],
     }[strategy]  # fmt: skip
-    size = {"all_gather": weights, "reduce_scatter": grads, "all_reduce": grads}
+    size = {"all_gather": weights, "reduce_scatter": grads, "all_reduce": grads, "copy": grads}
     wait = inner * sum(n * (wires.seconds(what, x * size[what]) - wires.seconds(what, 0)) for n, what, x in sent)
     return StepTime(generate, score, update, wait + fixed)
 
@@ -184,7 +185,7 @@ def measure_cluster(device: str = "auto") -> tuple[ClusterTopology, Wires]:
 
 def wires_table(found: Wires) -> str:
     """Collectives by size, as Markdown."""
-    lines = ["| bytes | all-reduce, ms | all-gather, ms | reduce-scatter, ms | all-reduce, GB/s |", "|---:" * 5 + "|"]
+    lines = ["| bytes | all-reduce, ms | all-gather, ms | reduce-scatter, ms | copy, ms | all-reduce, GB/s |", "|---:" * 6 + "|"]
     for size, *seconds in zip(*found):
         lines.append(f"| {size:,} | {' | '.join(f'{1e3 * s:.3g}' for s in seconds)} | {size / seconds[0] / 1e9:.3g} |")
     return "\n".join(lines)
