@@ -142,11 +142,7 @@ def filled(line: Suggestion) -> list[str]:
         words[words.index("run.yaml")] = "online.yaml"
     if "--resume" in words and "--config" not in words:
         words[1:1] = ["--config", "runs/ppo"]
-    if (
-        words[0] in (kind, *ASKS)
-        and kind in known_methods()
-        and not {"--config", "--toy"} & {*words}
-    ):
+    if words[0] in (kind, *ASKS) and kind in known_methods() and not {"--config", "--toy"} & {*words}:
         said = [w.partition("=")[0] for w in words]
         file = {"sft": "sft.jsonl", "process": "steps.jsonl"}.get(kind, "prompts.jsonl" if online else "pairs.jsonl")
         fill = {"model.name_or_path": "tiny", "data.path": file} | ({"reward": "runs/reward/model"} if online else {})
