@@ -14,7 +14,9 @@ import pytest
 from process_cases import make, run_ranks
 from test_cli import call
 
+from rlhf_nb.core import ConfigError
 from rlhf_nb.run.roles import ClusterTopology
+from rlhf_nb.run.strategy import layout_of
 from rlhf_nb.scale.cost import Speed
 from rlhf_nb.scale.measure import MESSAGE_SIZES, Wires, predict_ranks
 from rlhf_nb.scale.topology import DecoderShape, Job
@@ -105,3 +107,22 @@ def test_ranks_gather_a_model_only_where_a_step_looks_with_it(case: str, times: 
     trainer.train_step()
     trainer.log.close()
     assert len(gathered) == times
+
+
+def bucket_main(root: str) -> None:
+    """What a rank does: whether DDP and DeepSpeed were told the size of a message."""
+    wrapped: Any = make("sft", output_dir=f"{root}/run", console=False).method.module
+    told = getattr(wrapped, "bucket_bytes_cap", None) or 4 * wrapped.zero_reduce_bucket_size()
+    Path(root, f"told-{os.environ['RANK']}").write_text(str(told))
+
+
+@pytest.mark.parametrize("strategy", ["ddp+mb4", "zero2+mb4"])
+def test_gradients_travel_in_buckets_of_the_size_asked_for(strategy: str, tmp_path: Path) -> None:
+    run_ranks("test_measure:bucket_main", tmp_path, 2, strategy)
+    assert [Path(tmp_path, f"told-{r}").read_text() for r in (0, 1)] == [str(4 << 20)] * 2
+
+
+def test_a_bucket_is_a_part_of_a_strategy() -> None:
+    assert layout_of("zero2_offload+mb128") == layout_of("zero2_offload")._replace(bucket=128)
+    with pytest.raises(ConfigError, match="mb is not built for fsdp2; use ddp.mb25"):
+        layout_of("fsdp2+mb25")

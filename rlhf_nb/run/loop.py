@@ -615,7 +615,7 @@ class Trainer:
         """
         engine, method, total, sent = self.engine, self.method, Pairs(), dict[str, float]()
         done = skipped = 0
-        looks = engine.ranks.processes > 1 and _due(self.step + 1, self.config.comm_every)
+        looks = engine.ranks.processes > 1 and not (self.step + 1) % (self.config.comm_every or self.step + 2)
         with self.meter.time("update"), timed_messages(engine.device.type, sent) if looks else nullcontext():
             engine.set_lr(self.step)
             for mini in self.feed.mini_batches(data):

@@ -73,7 +73,7 @@ def measure_wires(device: torch.device) -> Wires:
 
 
 def _collectives(size: int, device: torch.device) -> tuple[float, ...]:
-    """Seconds of all-reduce, all-gather and reduce-scatter of some bytes, with the copies that sharding makes, and of a copy."""
+    """Seconds of all-reduce, all-gather, reduce-scatter, with the copies that sharding makes; and of a copy alone."""
     world = dist.get_world_size()
     whole = torch.zeros(size // 4 // world * world, device=device)
     part = whole[: len(whole) // world].clone()
@@ -100,7 +100,7 @@ def predict_ranks(
         ranks: how many.
         speed: of a rank that has a core (`cost.measure_costs`).
         wires: between them.
-        fixed: seconds of a step with a model as deep, as many forwards and hardly any width: what messages take at least.
+        fixed: seconds of a step with a model as deep, as many forwards and hardly any width.
         inner: passes over each rollout.
         crowd: ranks that share a core; None: from the cores of this machine.
     """
@@ -185,7 +185,8 @@ def measure_cluster(device: str = "auto") -> tuple[ClusterTopology, Wires]:
 
 def wires_table(found: Wires) -> str:
     """Collectives by size, as Markdown."""
-    lines = ["| bytes | all-reduce, ms | all-gather, ms | reduce-scatter, ms | copy, ms | all-reduce, GB/s |", "|---:" * 6 + "|"]
+    head = "| bytes | all-reduce, ms | all-gather, ms | reduce-scatter, ms | copy, ms | all-reduce, GB/s |"
+    lines = [head, "|---:" * 6 + "|"]
     for size, *seconds in zip(*found):
         lines.append(f"| {size:,} | {' | '.join(f'{1e3 * s:.3g}' for s in seconds)} | {size / seconds[0] / 1e9:.3g} |")
     return "\n".join(lines)
