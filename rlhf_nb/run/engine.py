@@ -556,9 +556,10 @@ class Engine:
         return self.module, self.optimizer, self.settings
 
     @contextmanager
-    def inference(self) -> Iterator[None]:
-        """Without gradient, in the forward pass's number format, weights whole on every rank."""
-        with torch.no_grad(), self.autocast(), self.generation_mode(), sharing_rows(self.shared):
+    def inference(self, whole: bool = True) -> Iterator[None]:
+        """Without gradient, in the forward pass's number format, weights whole on every rank unless none is needed."""
+        gathered = self.generation_mode() if whole else nullcontext()
+        with torch.no_grad(), self.autocast(), gathered, sharing_rows(self.shared):
             yield
 
     def autocast(self) -> AbstractContextManager[Any]:

@@ -94,12 +94,12 @@ def exposed_seconds(spans: Iterable[tuple[float, float, bool]]) -> tuple[float, 
 
 
 @contextmanager
-def timed_messages(device: str, found: dict[str, float]) -> Iterator[None]:
+def timed_messages(device: str, metrics: dict[str, float]) -> Iterator[None]:
     """Around an update: torch's profiler times its messages, and what is computed beside them.
 
     Args:
         device: "cpu" or "cuda".
-        found: gets `perf/collective_s` and `perf/exposed_comm_share`.
+        metrics: gets `perf/collective_s` and `perf/exposed_comm_share`.
     """
     kinds, gpu = torch.profiler.ProfilerActivity, device == "cuda"
     with torch.profiler.profile(activities=[kinds.CPU, *([kinds.CUDA] if gpu else [])]) as profile:
@@ -116,4 +116,4 @@ def timed_messages(device: str, found: dict[str, float]) -> Iterator[None]:
         ):
             spans.append((e.time_range.start / 1e6, e.time_range.end / 1e6, sent))
     sending, waiting = exposed_seconds(spans)
-    found |= {"perf/collective_s": sending, "perf/exposed_comm_share": waiting / wall}
+    metrics |= {"perf/collective_s": sending, "perf/exposed_comm_share": waiting / wall}
