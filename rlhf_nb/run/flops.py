@@ -94,13 +94,18 @@ def exposed_seconds(spans: Iterable[tuple[float, float, bool]]) -> tuple[float, 
 
 
 @contextmanager
-def timed_messages(device: str, metrics: dict[str, float]) -> Iterator[None]:
-    """Around an update: torch's profiler times its messages, and what is computed beside them.
+def timed_messages(device: str, metrics: dict[str, float], step: int, every: int | None) -> Iterator[None]:
+    """Around an update: in some steps torch's profiler times its messages, and what is computed beside them.
 
     Args:
         device: "cpu" or "cuda".
         metrics: gets `perf/collective_s` and `perf/exposed_comm_share`.
+        step: of the run, from 1.
+        every: steps from one that is profiled to the next; None: none is.
     """
+    if every is None or step % every:
+        yield
+        return
     kinds, gpu = torch.profiler.ProfilerActivity, device == "cuda"
     with torch.profiler.profile(activities=[kinds.CPU, *([kinds.CUDA] if gpu else [])]) as profile:
         begun = time.perf_counter()

@@ -9,7 +9,7 @@ import threading
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property, wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol
@@ -614,7 +614,7 @@ class Trainer:
         """
         engine, method, total, sent = self.engine, self.method, Pairs(), dict[str, float]()
         done = skipped = 0
-        with self.meter.time("update"), _messages_timed(self, sent):
+        with self.meter.time("update"), timed_messages(engine.device.type, sent, self.step + 1, self.config.comm_every):
             engine.set_lr(self.step)
             for mini in self.feed.mini_batches(data):
                 sums, counts = Sums(), engine.reduce_sum(method.denominators(mini))
@@ -780,13 +780,6 @@ def _observers(config: TrainConfig, callbacks: Iterable[Callback]) -> Callbacks:
 def _position(source: Source) -> dict[str, Any]:
     """How far a run is in its data: epochs, and of a mix the rows that each source gave."""
     return {"epoch": source.epoch, **{f"data/{k}": n for k, n in getattr(source, "shares", {}).items()}}
-
-
-def _messages_timed(run: Trainer, metrics: dict[str, float]) -> AbstractContextManager[None]:
-    """Around an update: what passes between processes is timed where `comm_every` says so."""
-    every = run.config.comm_every if run.engine.ranks.processes > 1 else None
-    due = every is not None and (run.step + 1) % every == 0
-    return timed_messages(run.engine.device.type, metrics) if due else nullcontext()
 
 
 @contextmanager
