@@ -231,11 +231,9 @@ class OptimizerConfig(StrictConfig):
         """What belongs to one schedule isn't set with another."""
         ends = ("cosine_with_min_lr", "polynomial", "wsd")
         for key, kinds in (("min_lr_rate", ends), ("power", ("polynomial",)), ("decay_steps", ("wsd",))):
-            if key in self.model_fields_set and getattr(self, key) != OptimizerConfig.model_fields[key].default:
-                if self.schedule not in kinds:
-                    raise ValueError(
-                        f"{key} belongs to schedule {' or '.join(kinds)}, but schedule is {self.schedule!r}."
-                    )
+            given = key in self.model_fields_set and getattr(self, key) != OptimizerConfig.model_fields[key].default
+            if given and self.schedule not in kinds:
+                raise ValueError(f"{key} belongs to schedule {' or '.join(kinds)}, but schedule is {self.schedule!r}.")
         return self
 
     @model_validator(mode="after")

@@ -101,9 +101,7 @@ def along(f: Callable[..., Tensor], *xs: Tensor) -> Tensor:
         Of any shape that f makes.
     """
     y, kept = f(*xs), [_known(x) for x in xs]
-    if y.device.type == "cpu" or any(k is None for k in kept):
-        return y
-    return remember(y, f(*kept))
+    return y if y.device.type == "cpu" or any(k is None for k in kept) else remember(y, f(*kept))
 
 
 def fetch(xs: Iterable[Tensor]) -> None:

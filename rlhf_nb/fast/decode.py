@@ -60,9 +60,8 @@ class FastDecoder(Blocks):
         super().__init__(body, dtype, copied(body.get_input_embeddings().weight, dtype, size, max_bytes))
         self.head, self.length = Projection([m.lm_head], self.fuse, dtype), length
         self.copies = (size + m.lm_head.weight.numel()) * dtype.itemsize if self.fuse else 0  # bytes, at most
-        on_cpu = (
-            body.device.type == "cpu"
-        )  # where attention over float32 costs little, and its kernel for bfloat16 is the slower one
+        # there attention over float32 costs little, and its kernel for bfloat16 is the slower one
+        on_cpu = body.device.type == "cpu"
         self.cached: torch.dtype = body.get_input_embeddings().weight.dtype if on_cpu else dtype
         # what a CPU's keys and values are rounded to in each product, so that they are kept like it
         self.kept = dtype if self.cached == torch.float32 else self.cached

@@ -137,9 +137,8 @@ def plain_weight(module: nn.Module) -> tuple[Tensor, Tensor | None] | None:
         return None
     base = plain_weight(module.base_layer)
     layer: Any = module
-    if (
-        base is None or layer.merged or base[0].dtype != torch.float32
-    ):  # in half precision a merged delta is rounded away
+    # in half precision a merged delta is rounded away
+    if base is None or layer.merged or base[0].dtype != torch.float32:
         return base if base is not None and layer.merged and not layer.disable_adapters else None
     if layer.disable_adapters:
         return base
@@ -212,9 +211,8 @@ def add_product(total: Tensor | None, g: Tensor, x: Tensor, whole: bool = False)
         return ops.addmm.dtype_out(total, g.T, x, wide, out=total)  # type: ignore[no-any-return]
     part = g.T @ x
     if total is not None:
-        for rows, more in zip(
-            torch.split(total, 4096), torch.split(part, 4096)
-        ):  # widened a piece at a time, not as a whole matrix
+        # widened a piece at a time, not as a whole matrix
+        for rows, more in zip(torch.split(total, 4096), torch.split(part, 4096)):
             rows += more
         return total
     return part.float() if not whole and part.dtype in (torch.bfloat16, torch.float16) else part

@@ -122,9 +122,8 @@ _HEAD = re.compile(
     r"logits = self\.(\w+)\(hidden_states(?:\[:, slice_indices, :\])?\)(?:\.contiguous\(\)|\.float\(\))?"
     r"(?: \* self\.config\.logits_scaling| \* self\.model\.lm_head_multiplier)?"
 )
-_parts: dict[
-    Any, tuple[str, str] | str
-] = {}  # outer forward → names of decoder and head, or the statement that is unknown
+# outer forward → names of decoder and head, or the statement that is unknown
+_parts: dict[Any, tuple[str, str] | str] = {}
 
 
 def _read_forward(f: Any) -> tuple[str, str] | str:
@@ -247,14 +246,9 @@ def unwrapped(model: nn.Module) -> nn.Module:
     m: Any = model
     while isinstance(m, (nn.parallel.DistributedDataParallel, nn.DataParallel)) or hasattr(m, "_orig_mod"):
         m = m._orig_mod if hasattr(m, "_orig_mod") else m.module
-    if (
-        hasattr(m, "peft_config")
-        and hasattr(m, "get_base_model")
-        and changed_here(m) is None
-        and changed_here(m.base_model) is None
-    ):
-        if not getattr(m.active_peft_config, "is_prompt_learning", False):
-            m = m.get_base_model()
+    peft = hasattr(m, "peft_config") and hasattr(m, "get_base_model")
+    if peft and changed_here(m) is None and changed_here(m.base_model) is None:
+        m = m if getattr(m.active_peft_config, "is_prompt_learning", False) else m.get_base_model()
     return m  # type: ignore[no-any-return]
 
 

@@ -309,19 +309,15 @@ def measure_models(told: Told, n: int = 32) -> Measured | None:
 
     after, before = ask(str(told.model)), None
     try:
-        before = ask(_first_model(config))
+        name, revision = str(config.model.name_or_path), config.model.revision
+        pinned = revision and "@" not in name and not Path(name).exists()
+        before = ask(f"{name}@{revision}" if pinned else name)
     except (ModelError, DataError) as e:
         told.missing.append(
             f"the model that the run began with isn't on this machine, so nothing is shown of before "
             f"({str(e).splitlines()[0][:120]})"
         )
     return Measured(after, before, bool(held))
-
-
-def _first_model(config: Any) -> str:
-    """The name of the model that a run began with, revision included."""
-    name, revision = str(config.model.name_or_path), config.model.revision
-    return f"{name}@{revision}" if revision and "@" not in name and not Path(name).exists() else name
 
 # %% ../../nbs/hub/card.ipynb #4965127a
 _LICENSES = dict.fromkeys(SHORT_NAMES.values(), "apache-2.0")

@@ -177,9 +177,8 @@ class OnRay:
         """Start Ray with so many bytes for objects, or connect to one."""
         how: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.CRITICAL}
         if self.address == "local":
-            self.folder = tempfile.mkdtemp(
-                prefix="ray", dir="/tmp" if os.path.isdir("/tmp") else None
-            )  # sockets: short
+            short = "/tmp" if os.path.isdir("/tmp") else None  # as the names of sockets must be
+            self.folder = tempfile.mkdtemp(prefix="ray", dir=short)
             how |= {"num_cpus": self.count, "include_dashboard": False, "object_store_memory": size}
             how |= {"_temp_dir": self.folder, "_system_config": {"worker_niceness": 0}}  # (Ray's own are nicer by 15)
         where = (os.environ.get("RAY_ADDRESS") or "auto") if self.address == "auto" else self.address

@@ -328,8 +328,10 @@ def to_resume_from(run_dir: RunDir, overwrite: bool = False) -> tuple[Path | Non
         )
     steps = 0 if newest or overwrite else sum(e.get("type") == "step" for e in read_metrics(run_dir.path))
     if steps:
+        left = sorted(run_dir.checkpoints.glob("failed-*"))
+        failed = f" (but {left[-1].name}, of a run that failed: see `rlhf-nb runs rollback`)" if left else ""
         raise CheckpointError(
-            f"{run_dir.path} holds the log of {steps} steps but no checkpoint{_failed_ones(run_dir)}, so there is "
+            f"{run_dir.path} holds the log of {steps} steps but no checkpoint{failed}, so there is "
             "nothing to go on from, and beginning anew would delete that log: add --overwrite (overwrite=True) if it "
             "may go, or choose another output_dir"
         )
@@ -382,12 +384,6 @@ def condition(run: Any) -> str:
     told = run.engine.ranks.everyone((broken, largest))
     broken, largest = sum(b for b, _ in told), max(x for _, x in told)
     return f"{broken:,} weights are not finite" if broken else f"all weights are finite, the largest is {largest:.4g}"
-
-
-def _failed_ones(run_dir: RunDir) -> str:
-    """What failing runs left, for a message."""
-    folders = sorted(run_dir.checkpoints.glob("failed-*"))
-    return f" (but {folders[-1].name}, of a run that failed: see `rlhf-nb runs rollback`)" if folders else ""
 
 
 def checkpoints_told(folder: str | Path) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -116,10 +117,8 @@ def serve(config: ServeConfig) -> None:
             f"Serving {', '.join(site.names)} at http://{shown}:{port}/v1 "
             f"(loaded in {time.perf_counter() - begin:.1f} s). Ctrl-C ends."
         )
-        try:
+        with suppress(KeyboardInterrupt):  # after the answers were given their time
             server.run(sockets=[listening])
-        except KeyboardInterrupt:  # after the answers were given their time
-            pass
         tell("Ended." if not site.batcher.running else f"Ended; {site.batcher.running} answers were broken off.")
         site.batcher.stop()
     finally:
