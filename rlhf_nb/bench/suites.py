@@ -52,7 +52,7 @@ class SuiteConfig(StrictConfig):
     task: Literal["answer", "choice"] = option("answer", "answers are written, or chosen by their probability")
     rule: dict[str, Any] = option({}, "how answers are scored: an entry as in rewards, or refusal, flip, judge")
     template: str | None = option(None, "the prompt, with {columns} to be filled; null: the column prompt or turns")
-    columns: dict[str, str] = Field(default_factory=dict, description="of a file: its name for a column: ours")
+    columns: dict[str, str] = option({}, "of a file: its name for a column: ours")
     max_new_tokens: int = option(256, "longest answer", ge=1)
     samples: int = option(1, "answers to each prompt; several are drawn, one is the likeliest", ge=1)
     slice: str | None = option(None, "a column by which numbers are also told apart")

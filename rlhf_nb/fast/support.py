@@ -74,16 +74,11 @@ def changed_here(m: nn.Module, harmless: tuple[str, ...] = ()) -> str | None:
     cls, here = type(m), m.__dict__
     if "forward" in here:
         return f"the forward of a {cls.__name__} was replaced on the instance"
-    for hooks in (
-        here["_forward_hooks"],
-        here["_forward_pre_hooks"],
-        here["_backward_hooks"],
-        here["_backward_pre_hooks"],
-    ):
-        if hooks and not all(
-            str(getattr(h, "__module__", "?")).startswith(harmless + _RECORDS) for h in hooks.values()
-        ):
-            return f"a {cls.__name__} in it has hooks"
+    hooks = [
+        h for kind in ("forward", "forward_pre", "backward", "backward_pre") for h in here[f"_{kind}_hooks"].values()
+    ]
+    if not all(str(getattr(h, "__module__", "?")).startswith(harmless + _RECORDS) for h in hooks):
+        return f"a {cls.__name__} in it has hooks"
     if _own_forward.get(cls) is not cls.forward:
         if not _is_own(cls):
             return f"a {cls.__name__} in it doesn't run the forward that its library wrote"

@@ -290,11 +290,8 @@ def measure_models(told: Told, n: int = 32) -> Measured | None:
             judges = dict(zip(rewards.names, rewards.fns, strict=True))
         else:
             gold = gold_of(config.data.path)
-            judges = (
-                {_NOTHING: lambda prompts, completions, **_: [None] * len(completions)}
-                if gold is None
-                else {"gold": gold}
-            )
+            blank = lambda prompts, completions, **_: [None] * len(completions)
+            judges = {_NOTHING: blank} if gold is None else {"gold": gold}
     except (RlhfError, OSError) as e:
         told.missing.append(f"rows or reward of the run aren't on this machine ({str(e).splitlines()[0][:200]})")
         return None

@@ -214,9 +214,8 @@ def _run_of(folder: Path, candidate: Candidate, seed: int) -> Path:
     """The folder of a run: readable, and another one for each candidate."""
     name = name_of(candidate)
     plain = re.sub(r"[^\w.=+-]+", "_", name)[:80]
-    return (
-        folder / (plain if plain == name.replace(" ", "_") else f"{plain}-{crc32(name.encode()):08x}") / f"seed-{seed}"
-    )
+    plain = plain if plain == name.replace(" ", "_") else f"{plain}-{crc32(name.encode()):08x}"
+    return folder / plain / f"seed-{seed}"
 
 
 def _config_of(base: Any, candidate: Candidate, seed: int, folder: Path) -> Any:

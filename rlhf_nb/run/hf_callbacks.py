@@ -76,10 +76,8 @@ class TransformersCallback(Callback):
         from transformers import TrainerCallback, TrainerControl, TrainerState
 
         self.callback, self.state, self.control = callback, TrainerState(), TrainerControl()
-        overridden = [
-            k for k in dir(TrainerCallback) if getattr(type(callback), k, None) is not getattr(TrainerCallback, k)
-        ]
-        self.never = sorted(k for k in overridden if k.startswith("on_") and k not in _CALLED)
+        own = [k for k in dir(TrainerCallback) if getattr(type(callback), k, None) is not getattr(TrainerCallback, k)]
+        self.never = sorted(k for k in own if k.startswith("on_") and k not in _CALLED)
 
     def _call(self, name: str, run: RunView, **kwargs: Any) -> Flags:
         """One event: state filled before, control read after."""

@@ -393,9 +393,8 @@ def checkpoints_told(folder: str | Path) -> str:
         folder: of the run.
     """
     root = RunDir(folder).checkpoints
-    steps, failed = (
-        [int(p.name[-10:]) for p in folders] for folders in (checkpoints_in(root), sorted(root.glob("failed-*")))
-    )
+    kinds = (checkpoints_in(root), sorted(root.glob("failed-*")))
+    steps, failed = ([int(p.name[-10:]) for p in folders] for folders in kinds)
     words = f"there are checkpoints of step {', '.join(map(str, steps))}" if steps else "there is no checkpoint"
     return words + (f", and of a run that failed at step {failed[-1]}" if failed else "")
 

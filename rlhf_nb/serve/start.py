@@ -101,9 +101,8 @@ def serve(config: ServeConfig) -> None:
     try:
         config = settled(config)
         begin, places = time.perf_counter(), config.models
-        site = load_site(
-            config, {name: read_generation(ModelConfig(name_or_path=place)) for name, place in places.items()}
-        )
+        says = {name: read_generation(ModelConfig(name_or_path=place)) for name, place in places.items()}
+        site = load_site(config, says)
         log = None if config.traffic is None else TrafficLog(config.traffic, config.log_text)
         app = create_app(site, _routers(config), log)
         desk = app.state.desk
