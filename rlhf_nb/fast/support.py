@@ -228,9 +228,8 @@ def _unverified(module: Any, prefix: str) -> bool:
 # %% ../../nbs/fast/support.ipynb #ba44022a
 _CALLED = (
     "torch.nn.modules.linear torch.nn.modules.sparse torch.nn.modules.normalization torch.nn.modules.activation "
-    "torch.nn.modules.container "
-    "torch.nn.modules.dropout transformers.activations transformers.pytorch_utils peft.tuners.lora.layer "
-    "peft.utils.other"
+    "torch.nn.modules.container torch.nn.modules.dropout transformers.activations transformers.pytorch_utils "
+    "peft.tuners.lora.layer peft.utils.other"
 ).split()  # where the modules are defined that are called and may be in a block
 _ROPES = ("default", "linear", "llama3", "yarn")  # angles depend on positions alone
 _SLOTS = {"self_attn": "Attention", "attn": "Attention", "mlp": "MLP"}

@@ -344,8 +344,7 @@ def split_head(model: Any) -> tuple[nn.Module, nn.Module]:
     if head is None or not isinstance(decoder, nn.Module) or decoder is inner:
         raise ModelError(
             f"{type(model).__name__} has no language-model head beside a decoder: load it with AutoModelForCausalLM, "
-            "and "
-            "unwrap it first if it is wrapped for distributed training."
+            "and unwrap it first if it is wrapped for distributed training."
         )
     return decoder, head
 

@@ -148,8 +148,7 @@ def memory_told(config: ServeConfig) -> str:
     ]
     start, most = sum(r.weights + r.copies for r in rows), sum(r.most for r in rows)
     lines.append(
-        f"Memory: {start / gib:.2f} GiB at the start, {most / gib:.2f} GiB at most "
-        "(settings cache, copies, max_context). "
-        "Python, its libraries and what is being computed take up to 0.75 GiB beside it."
+        f"Memory: {start / gib:.2f} GiB at the start, {most / gib:.2f} GiB at most (settings cache, copies, "
+        "max_context). Python, its libraries and what is being computed take up to 0.75 GiB beside it."
     )
     return "\n".join(lines)

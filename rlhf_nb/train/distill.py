@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..config import DataConfig, ModelConfig, PathText, SamplingConfig, option
 from ..core import ConfigError, decide_precision, derive_seed
 from ..data.sources import collate_completions, collate_prompts
-from ..data.worlds import toy_presets
+from ..data.worlds import Row, RowKind, toy_presets
 from ..losses.distill import Divergence, distill_loss, divergence, keep_likeliest
 from ..models.load import disable_dropout, load_causal_lm, load_tokenizer
 from ..rollout.backends import OurSampler
@@ -23,7 +23,6 @@ from ..run.callbacks import Callback
 from ..scoring.scores import completion_reads
 from .offline import check_same_tokens
 from .registry import register
-from ..data.worlds import Row, RowKind
 from .method import TextConfig, TextMethod, tokenize_rows
 from .trainer import TextTrainer
 from .words import takes_trl
