@@ -523,11 +523,8 @@ def run_rows(
     for number, rows in enumerate(chunks):
         if number * chunk < done:
             continue
-        new = [
-            {"chunk": number, "id": row["id"], "sample": j, **line}
-            for row, mine in zip(rows, work(rows), strict=True)
-            for j, line in enumerate(mine)
-        ]
+        made = [(row["id"], j, x) for row, mine in zip(rows, work(rows), strict=True) for j, x in enumerate(mine)]
+        new = [{"chunk": number, "id": key, "sample": j, **line} for key, j, line in made]
         append_rows(path, new)
         lines += [json_value(json.dumps(line)) for line in new]
         if say:

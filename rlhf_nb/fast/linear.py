@@ -348,12 +348,8 @@ def rounded_products(x: Tensor, modules: list[nn.Module]) -> list[Tensor] | None
         return None
     dtype, parts = torch.get_autocast_dtype(kind), [plain_weight(m) if type(m) is nn.Linear else None for m in modules]
     plain = [p for p in parts if p is not None]
-    if (
-        dtype.itemsize >= 4
-        or x.dtype == torch.float64
-        or len(plain) < len(parts)
-        or not all(_is_wide(w) for w, _ in plain)
-    ):
+    wide = len(plain) == len(parts) and all(_is_wide(w) for w, _ in plain)
+    if dtype.itemsize >= 4 or x.dtype == torch.float64 or not wide:
         return None
     return list(_RoundedProducts.apply(x, dtype, *(t for p in plain for t in p)))  # type: ignore[no-untyped-call]
 

@@ -318,24 +318,14 @@ def _misfit(body: Any, config: PreTrainedConfig, prefix: str, length: int | None
         ):
             return f"a {type(layer).__name__} in it is put together in another way"
         here = (layer._modules.get("self_attn") or layer._modules["attn"]).__dict__
-        groups = here.get("num_key_value_groups", 1)
-        if here["config"] is not config or (here["head_dim"], groups, here["is_causal"]) != (
-            head_dim,
-            heads // kv_heads,
-            True,
-        ):
-            return (
-                f"an attention in it has settings of its own (heads of {here['head_dim']}, configuration says "
-                f"{head_dim})"
-            )
+        size, own = here["head_dim"], (here.get("num_key_value_groups", 1), here["is_causal"])
+        if here["config"] is not config or size != head_dim or own != (heads // kv_heads, True):
+            return f"an attention in it has settings of its own (heads of {size}, configuration says {head_dim})"
     rope = getattr(getattr(body, "rotary_emb", None), "rope_type", "default")
     if rope not in _ROPES:
         return f"its rotary positions ({rope}) depend on the longest row of a batch"
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    if (
-        window is not None
-        and (length is None or window < length)
-        and "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
-    ):
+    slides = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
+    if slides and window is not None and (length is None or window < length):
         return f"its attention window ({window}) is shorter than the longest row ({length or 'any'})"
     return None

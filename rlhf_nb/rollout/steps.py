@@ -168,12 +168,8 @@ def label_steps(
     counts, drawn = count_right(
         model, tokenizer, begun, right, n=n, sampling=sampling, seed=seed, batch_size=batch_size, chunk=chunk
     )
-    ended = _judged(
-        right,
-        [row["prompt"] for row in begun.rows],
-        tokenizer.batch_decode([t["completion_ids"] for t in begun.tokens], skip_special_tokens=True),
-        begun.columns,
-    )
+    whole = tokenizer.batch_decode([t["completion_ids"] for t in begun.tokens], skip_special_tokens=True)
+    ended = _judged(right, [row["prompt"] for row in begun.rows], whole, begun.columns)
     out = []
     for row, columns, own, end in zip(begun.rows, begun.columns, begun.of, ended):
         shares = [counts[k] / n for k in own] + [float(end)]
