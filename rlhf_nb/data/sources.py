@@ -315,9 +315,8 @@ def _sft_tokens(rows: list[Row], tok: Any, completion_only: bool, chat: bool | N
     out: list[list[Answered]] = [[] for _ in rows]
     texts = [i for i, r in enumerate(rows) if "text" in r]
     heads = encode_prompts(tok, [""] * len(texts)) if tok.bos_token_id is not None else [[] for _ in texts]
-    for i, head, ids in zip(
-        texts, heads, encode_continuations(tok, [rows[i]["text"].removeprefix(tok.bos_token or "") for i in texts])
-    ):
+    bare = [rows[i]["text"].removeprefix(tok.bos_token or "") for i in texts]
+    for i, head, ids in zip(texts, heads, encode_continuations(tok, bare)):
         out[i] = [_all_tokens(head, ids)]
     chats = [i for i, r in enumerate(rows) if "messages" in r]
     for i, parts in zip(chats, encode_dialogues(tok, [rows[i]["messages"] for i in chats], tools=_tools(rows, chats))):

@@ -387,9 +387,8 @@ def gated_silu(a: Tensor, b: Tensor) -> Tensor:
     return _GatedSilu.apply(a, b)  # type: ignore[no-any-return, no-untyped-call]
 
 # %% ../../nbs/fast/linear.ipynb #053e9b47
-PACK = range(
-    1 << 17, 1 << 26
-)  # parameters of a weight: below, it stays in the processor's caches anyway; above, a copy is large
+# parameters of a weight: below, it stays in the processor's caches anyway; above, a copy is large
+PACK = range(1 << 17, 1 << 26)
 
 
 def pays_to_pack(weight: Tensor) -> bool:

@@ -74,9 +74,8 @@ def changed_here(m: nn.Module, harmless: tuple[str, ...] = ()) -> str | None:
     cls, here = type(m), m.__dict__
     if "forward" in here:
         return f"the forward of a {cls.__name__} was replaced on the instance"
-    hooks = [
-        h for kind in ("forward", "forward_pre", "backward", "backward_pre") for h in here[f"_{kind}_hooks"].values()
-    ]
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    hooks = [h for kind in kinds for h in here[kind].values()]
     if not all(str(getattr(h, "__module__", "?")).startswith(harmless + _RECORDS) for h in hooks):
         return f"a {cls.__name__} in it has hooks"
     if _own_forward.get(cls) is not cls.forward:

@@ -371,9 +371,8 @@ def describe_data(told: Told) -> str:
         else:
             words.append(f"{hub_name(place) or file.name}" + (f" at {data.revision}" if data.revision else ""))
     try:
-        rows, held = (
-            ([], []) if data.streaming or info is None else load_rows(data, info.reads(told.config), told.config.seed)
-        )
+        read = None if info is None or data.streaming else info.reads(told.config)
+        rows, held = ([], []) if read is None else load_rows(data, read, told.config.seed)
         words.append(f"{len(rows):,} rows to learn from, {len(held):,} held out" if rows else "rows not counted")
     except (RlhfError, OSError):
         words.append("not on the machine that wrote this card")

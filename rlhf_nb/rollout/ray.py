@@ -28,9 +28,8 @@ from .workers import Drawer
 __all__ = ['StoredWeights', 'DrawingActor', 'RayWorker', 'OnRay']
 
 # %% ../../nbs/rollout/ray.ipynb #5e770005
-_Sent = dict[
-    str, tuple[Any, torch.dtype, torch.Size]
-]  # weights by name: their bytes, which Ray doesn't copy, and what they are
+# weights by name: their bytes, which Ray doesn't copy, and what they are
+_Sent = dict[str, tuple[Any, torch.dtype, torch.Size]]
 
 
 def _stored(weights: Mapping[str, Tensor]) -> _Sent:

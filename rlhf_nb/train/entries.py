@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_serializer, model_validator
+from pydantic import field_validator, model_serializer, model_validator
 
 from ..config import PathText, StrictConfig, option
 from ..core import ConfigError, RewardError, decide_precision, did_you_mean, suggest
