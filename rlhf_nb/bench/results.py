@@ -48,9 +48,8 @@ class Metric(StrictConfig):
         return cls(value=float(e.value), low=low, high=high, n=e.n, level=e.level, method=e.method)
 
     def __str__(self) -> str:
-        return f"{self.value:.3f}" + (
-            f" [{self.low:.3f}, {self.high:.3f}]" if self.low is not None and self.high is not None else ""
-        )
+        known = self.low is not None and self.high is not None
+        return f"{self.value:.3f}" + (f" [{self.low:.3f}, {self.high:.3f}]" if known else "")
 
 
 class RowResult(StrictConfig):

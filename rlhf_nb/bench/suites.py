@@ -479,9 +479,8 @@ def _begun_as_now(head: Path, now: Mapping[str, Any]) -> None:
                 f"{marks.get(name, 1)}; it is {version} now): old and new scores can't be mixed. --overwrite evaluates "
                 "anew, or choose another output_dir."
             )
-    check_same(
-        before, {k: v for k, v in now.items() if k != "rules"}, f"{head.parent} holds answers with", "output_dir"
-    )
+    rest = {k: v for k, v in now.items() if k != "rules"}
+    check_same(before, rest, f"{head.parent} holds answers with", "output_dir")
 
 # %% ../../nbs/bench/suites.ipynb #1845dc8d
 def run_rows(

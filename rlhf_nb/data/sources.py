@@ -231,8 +231,9 @@ def length_report(
     prompt, total = sizes[:, 0], sizes.sum(1)
     long_prompt = np.zeros(len(rows), dtype=bool) if max_prompt_length is None else prompt > max_prompt_length
     long = np.zeros(len(rows), dtype=bool) if max_length is None else total > max_length
+    sides = (prompt, sizes[:, 1], total)
     prompts, completions, totals = (
-        {p: int(np.percentile(x, p, method="inverted_cdf")) for p in PERCENTILES} for x in (prompt, sizes[:, 1], total)
+        {p: int(np.percentile(x, p, method="inverted_cdf")) for p in PERCENTILES} for x in sides
     )
     cut_prompts, cut = int(long_prompt.sum()), int((long | long_prompt).sum())
     report = LengthReport(len(rows), prompts, completions, totals, max_length, max_prompt_length, cut_prompts, cut)

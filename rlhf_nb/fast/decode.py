@@ -127,9 +127,8 @@ def prefill(decoder: FastDecoder, prompts: list[Tensor], max_tokens: int = 1024)
         # column → token, prompts ending at s
         shift = (torch.arange(s, device=device) - (s - lens[:, None])).clamp_(min=0)
         ragged = len(group[0]) != s
-        past = torch.empty(
-            len(decoder.layers), 2, n, decoder.kv_heads, s, decoder.head_dim, dtype=decoder.cached, device=device
-        )
+        shape = (len(decoder.layers), 2, n, decoder.kv_heads, s, decoder.head_dim)
+        past = torch.empty(shape, dtype=decoder.cached, device=device)
 
         def attend(index: int, qkv: Tensor, scale: float) -> Tensor:
             kv = qkv[:, decoder.heads :].view(n, s, 2, decoder.kv_heads, -1)  # noqa: B023
@@ -313,9 +312,8 @@ def decode(
     width = len(prompts[-1]) if on_cpu else -(-len(prompts[-1]) // 32) * 32
     total = width + new_tokens + (spare if size < rows else 0)
     total = total if on_cpu else -(-total // 8) * 8  # a mask of another width is copied by each layer of each step
-    cache = torch.zeros(
-        len(decoder.layers), 2, size, decoder.kv_heads, total, decoder.head_dim, dtype=decoder.cached, device=device
-    )
+    shape = (len(decoder.layers), 2, size, decoder.kv_heads, total, decoder.head_dim)
+    cache = torch.zeros(shape, dtype=decoder.cached, device=device)
     slots = Slots(cache, rows, new_tokens, width, uniforms)
     queue = Queue(prompts, repeats, 1024 if on_cpu else 16384)
     steps = run(decoder, slots, choose, queue, ends or over is not None, over=over)

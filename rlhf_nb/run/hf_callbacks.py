@@ -136,9 +136,8 @@ def as_callback(callback: Any, metric: str = "eval/loss") -> Callback:
     transformers = sys.modules.get("transformers")  # who has one of its callbacks has imported it
     if transformers is not None and isinstance(callback, transformers.TrainerCallback):
         if type(callback).__name__ == "EarlyStoppingCallback":
-            return EarlyStop(
-                metric, callback.early_stopping_patience, min_delta=callback.early_stopping_threshold or 0.0
-            )
+            least = callback.early_stopping_threshold or 0.0
+            return EarlyStop(metric, callback.early_stopping_patience, min_delta=least)
         return TransformersCallback(callback)
     if any(callable(getattr(callback, k, None)) for k in vars(Callback) if k.startswith("on_")):
         return callback  # type: ignore[no-any-return]

@@ -225,9 +225,8 @@ def head_logps(
     Raises:
         ConfigError: the temperature isn't above 0.
     """
-    logps, ent, _ = _linear_head(
-        hidden, weight, bias, targets, HeadOptions(temperature, scale, softcap, entropy, chunk or 0)
-    )
+    how = HeadOptions(temperature, scale, softcap, entropy, chunk or 0)
+    logps, ent, _ = _linear_head(hidden, weight, bias, targets, how)
     return logps, ent if entropy else None
 
 
