@@ -343,6 +343,7 @@ class TrainConfig(StrictConfig):
     load_best: bool = option(False, "end with the weights of the best checkpoint (keep_best)")
     async_save: bool = option(True, "write checkpoints in a background thread")
     log_every: int = option(1, "steps between log lines", ge=1)
+    comm_every: int | None = option(None, "steps between updates whose messages between processes are timed", ge=1)
     eval_every: Annotated[int, Field(ge=1)] | Literal["epoch"] | None = option(
         None, "steps (or epoch) between evaluations; null: only at the end"
     )

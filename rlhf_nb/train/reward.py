@@ -134,7 +134,7 @@ class Reward(TextMethod):
         to_fit: pairs as text that heads are fitted to, with `fit_head_pairs`.
     """
 
-    name = "reward"
+    name, runs_models = "reward", False
     columns = ("loss", "rewards/accuracies", "rewards/margins", "lr", "grad_norm")
     config: RewardConfig
 

@@ -84,7 +84,7 @@ class SFT(TextMethod):
 
     name = "sft"
     columns = ("loss", "sft/token_prob", "lr", "grad_norm")
-    step = 0
+    step, runs_models = 0, False
     config: SFTConfig
 
     adapter_dropout = True
