@@ -135,8 +135,8 @@ _EXPECTED = "<expected>"  # the word for what a user expects of an answer
 
 def _bag(x: Feedback) -> tuple[list[str], list[str]]:
     """Words and pairs of neighbouring words of an item's two answers; of a rating, of the answer and of nothing."""
-    said = [_WORD.findall(answer.lower()) for answer in (sorted(x.answers) if x.kind == "choice" else x.answers)]
-    sides = [words + [f"{a} {b}" for a, b in zip(words, words[1:])] for words in said]
+    texts = [_WORD.findall(answer.lower()) for answer in (sorted(x.answers) if x.kind == "choice" else x.answers)]
+    sides = [words + [f"{a} {b}" for a, b in zip(words, words[1:])] for words in texts]
     return (sides[0], sides[1]) if x.kind == "choice" else ([_EXPECTED, *sides[0]], [_EXPECTED.upper()])
 
 
