@@ -249,8 +249,7 @@ def demo(
         torch.set_num_threads(1)  # a model this small gains nothing from more, and loses much where cores are shared
         _tell(_said()["welcome"], err=False)
         pipeline = RLHFPipeline(values, say=_story)
-        results = pipeline.run(overwrite=True)
-        show_results(results, pipeline.path)
+        show_results(pipeline.run(overwrite=True), pipeline.path)
         _tell(_said()["next"].format(path=pipeline.path, me=_me()), err=False)
 
 # %% ../../nbs/cli/main.ipynb #18532422

@@ -611,8 +611,7 @@ class History(Sequence[dict[str, Any]]):
 
     def series(self, key: str) -> list[float]:
         """All values of a metric, in order; from the evaluations when it is an `eval/...`."""
-        events = self.evals if key.startswith("eval/") else self
-        return [e[key] for e in events if key in e]
+        return [e[key] for e in (self.evals if key.startswith("eval/") else self) if key in e]
 
     def plot(self, *keys: str, width: float = 6.0, height: float = 2.4) -> Any:
         """One small panel per metric; "loss" when none is named. Returns the figure."""

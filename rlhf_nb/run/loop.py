@@ -395,7 +395,7 @@ class Boundary:
         flags = (flags | Flags(stop=bool(stop.requested), reason=stop.requested)).over_ranks(run.engine)
         if flags.control:
             flags = flags | run.control.serve(stop, flags.stop)
-        flags.evaluate |= run.step >= run.total_steps or _due(run.step, run.eval_steps)
+        flags.evaluate |= run.step >= run.total_steps or (run.eval_steps is not None and run.step % run.eval_steps == 0)
         run.step_start.remember()
         return self.evaluate_and_save(flags)
 
@@ -425,7 +425,8 @@ class Boundary:
         if metrics:
             run.history.evals.append(run.event("eval", **metrics))
         if run.started and run.method.by_question and run.engine.is_main:
-            append_line(run.run_dir.questions_path, {"step": run.step, **_written(run.method.by_question)})
+            scores = {k: [x if math.isfinite(x) else None for x in v] for k, v in run.method.by_question.items()}
+            append_line(run.run_dir.questions_path, {"step": run.step, **scores})
         return metrics
 
     def _warn(self, message: str) -> None:
@@ -452,8 +453,7 @@ def too_many_bad(run: Trainer, report: StepReport) -> bool:
     run.event("nonfinite", message=report.problem, loss=loss, grad_norm=norm, in_a_row=n)
     if n > run.config.max_nonfinite:
         words = {"loss": loss, "norm": norm, "step": run.step + 1, "n": n, "problem": report.problem}
-        message = _NONFINITE.format(**words, condition=condition(run), path=run.run_dir.path)
-        run.failure = RunError(message)
+        run.failure = RunError(_NONFINITE.format(**words, condition=condition(run), path=run.run_dir.path))
     return run.failure is not None
 
 
@@ -780,11 +780,6 @@ def _position(source: Source) -> dict[str, Any]:
     return {"epoch": source.epoch, **{f"data/{k}": n for k, n in getattr(source, "shares", {}).items()}}
 
 
-def _written(scores: Mapping[str, Sequence[float]]) -> dict[str, list[float | None]]:
-    """Each question's scores as JSON holds them."""
-    return {k: [x if math.isfinite(x) else None for x in v] for k, v in scores.items()}
-
-
 @contextmanager
 def _same_numbers_after() -> Iterator[None]:
     """What is drawn inside changes no random number that is drawn afterwards."""
@@ -793,8 +788,3 @@ def _same_numbers_after() -> Iterator[None]:
         yield
     finally:
         set_rng_state(state)
-
-
-def _due(step: int, every: int | None) -> bool:
-    """Whether something that happens every so many steps happens now."""
-    return every is not None and step % every == 0

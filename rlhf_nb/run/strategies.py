@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import OptimizerConfig
-from ..core import ConfigError, Precision, RunError
+from ..core import ConfigError, Precision, RunError, grouped
 from rlhf_nb.run.strategy import (
     ONE, Layout, Rates, Shard, Strategy, build_optimizer, clip_by, connect_plain, frozen_fingerprint, global_norm,
     layout_of,
@@ -206,11 +206,8 @@ class FrozenShards:
 
     def __init__(self, module: nn.Module, device: torch.device, rank: int, world: int) -> None:
         self.module, self.device, self.world = module, device, world
-        by_format: dict[torch.dtype, list[nn.Parameter]] = {}
-        for p in module.parameters():
-            by_format.setdefault(p.dtype, []).append(p)
         self.rows = []  # (parameters, their shapes, this rank's part of them laid end to end)
-        for params in by_format.values():
+        for params in grouped((p.dtype for p in module.parameters()), module.parameters()).values():
             flat = torch.cat([p.detach().reshape(-1) for p in params])
             share = -(-flat.numel() // world)
             flat = torch.nn.functional.pad(flat, (0, share * world - flat.numel()))
@@ -335,8 +332,7 @@ class Zero(SharedOut):
         check_insides(some, ("ds_numel", "ds_active_sub_modules") if self.stage == 3 else ("_hp_mapping",), "deepspeed")
         if self.stage == 3:
             check_insides(self.ds.optimizer.parameter_offload, _OFFLOAD, "deepspeed")
-        wrapped: nn.Module = self.ds
-        return wrapped
+        return self.ds  # type: ignore[no-any-return]
 
     def accumulate(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[Any]:
         """An update ends with the last micro-batch."""
@@ -495,14 +491,12 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
 
 def _local(x: Any) -> Tensor:
     """This rank's part of a sharded tensor; other tensors as they are."""
-    part: Tensor = x.to_local() if hasattr(x, "to_local") else x
-    return part
+    return x.to_local() if hasattr(x, "to_local") else x  # type: ignore[no-any-return]
 
 
 def _everything(x: Any) -> Tensor:
     """The whole of a sharded tensor; every rank asks for it at the same time."""
-    whole: Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x
-    return whole
+    return x.full_tensor() if hasattr(x, "full_tensor") else x  # type: ignore[no-any-return]
 
 
 def _sharers(x: Any) -> int:

@@ -8,7 +8,6 @@ import gc
 import hashlib
 import math
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -77,9 +76,7 @@ def _library_factor(
     name = "warmup_stable_decay" if schedule == "wsd" else schedule
     steps = None if schedule == "wsd" else length
     own = {"num_warmup_steps": 0, "num_training_steps": steps, "scheduler_specific_kwargs": options[schedule]}
-    made = get_scheduler(name, optimizer, **own)
-    factor: Callable[[int], float] = made.lr_lambdas[0]
-    return factor
+    return get_scheduler(name, optimizer, **own).lr_lambdas[0]  # type: ignore[no-any-return]
 
 # %% ../../nbs/run/strategy.ipynb #9e1329ae
 Rates = Callable[[str], float | None]  # the peak learning rate of a parameter, by its name; None: that of the others
@@ -116,8 +113,7 @@ def build_optimizer(module: nn.Module, settings: OptimizerConfig, rates: Rates |
             {"params": [p for p in mine if decays and p.dim() >= 2], "weight_decay": settings.weight_decay},
             {"params": [p for p in mine if not decays or p.dim() < 2], "weight_decay": 0.0},
         ]
-        scale: dict[str, Any] = {} if rate is None else {"scale": rate / settings.lr}
-        groups += [g | scale for g in parts if g["params"]]
+        groups += [g | ({} if rate is None else {"scale": rate / settings.lr}) for g in parts if g["params"]]
     if settings.name == "muon":
         return _muon(module, groups, settings)
     return _named(settings)(groups)
@@ -227,8 +223,7 @@ def trained_tensors(module: nn.Module) -> dict[str, Tensor]:
     Returns:
         The module's own tensors by name, of any shape; not copies.
     """
-    named: dict[str, Tensor] = {n: p for n, p in module.named_parameters() if p.requires_grad}
-    return named | dict(module.named_buffers())
+    return {n: p for n, p in module.named_parameters() if p.requires_grad} | dict(module.named_buffers())
 
 
 def check_names(into: Mapping[str, Sequence[int]], saved: Mapping[str, Tensor]) -> None:
@@ -413,15 +408,13 @@ class Strategy:
         """What forward must go through."""
         if self.accelerator is None:
             return self.module
-        wrapped: nn.Module = self.accelerator.prepare_model(self.module)
-        return wrapped
+        return self.accelerator.prepare_model(self.module)  # type: ignore[no-any-return]
 
     def accumulate(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[Any]:
         """Around forward and backward of a micro-batch: ranks exchange gradients in the last one only."""
         if self.accelerator is None or last:
             return nullcontext()
-        context: AbstractContextManager[Any] = self.accelerator.no_sync(wrapped)
-        return context
+        return self.accelerator.no_sync(wrapped)  # type: ignore[no-any-return]
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of a loss to what is there."""
