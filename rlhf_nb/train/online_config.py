@@ -102,7 +102,7 @@ class OnlineConfig(RewardPart, TextConfig):
     )
     mask_truncated: bool = option(False, "answers that were cut teach nothing")
     old_logps: Literal["auto", "sampler", "recompute"] = option(
-        "auto", "where π_old comes from; auto: the sampler where it computes in fp32; else one step's own pass, or one more"
+        "auto", "where π_old comes from; auto: the sampler's own where it computes in fp32, and drew from these weights"
     )
     importance_cap: float = option(2.0, "largest weight where sampler and scorer differ", ge=1)
     importance_floor: float | None = option(
