@@ -52,9 +52,8 @@ def plain_json(value: Any) -> Any:
         return {mended(str(k)): plain_json(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain_json(v) for v in value]
-    if hasattr(value, "tolist"):  # tensors, arrays and numpy's scalars
-        return plain_json(value.tolist())
-    return mended(str(value))
+    # tensors, arrays and numpy's scalars
+    return plain_json(value.tolist()) if hasattr(value, "tolist") else mended(str(value))
 
 
 def _revive(value: Any) -> Any:
@@ -490,6 +489,7 @@ class Meter:
         self.seconds: dict[str, float] = {}
         self.tokens = self.generated = 0
         self.flops, self.per_generated, self.peak = 0.0, 0.0, None  # type: float, float, float | None
+        self.sharers = 0  # processes with the same rows; 0: there is one process
         self.further: Callable[[], dict[str, float]] = dict  # what else belongs into a report
         self._since = time.perf_counter()
 
@@ -515,6 +515,8 @@ class Meter:
         now = time.perf_counter()
         wall = max(now - self._since, 1e-9)
         out = {"perf/step_s": wall, "perf/tokens_per_s": self.tokens / wall, "perf/rss_mb": resident_mb()}
+        if self.sharers:
+            out["perf/tokens_per_s_per_device"] = self.tokens / wall / self.sharers
         if self.peak and self.flops:
             out["perf/mfu"] = (self.flops + self.generated * self.per_generated) / wall / self.peak
         out |= {f"perf/{name}_s": s for name, s in self.seconds.items()}

@@ -25,7 +25,7 @@ from rlhf_nb.core import (
 from .callbacks import Callback, Callbacks, Flags, Progress, SampleLog, Trackers
 from .checkpoint import AsyncWriter
 from .control import Control, GracefulStop, RunControl
-from .flops import Costs, costs_of, peak_flops
+from .flops import Costs, costs_of, peak_flops, timed_messages
 from .engine import Engine, Pairs, StepReport, Terms, add_pairs
 from .health import LastWord
 from .hf_callbacks import as_callback
@@ -59,6 +59,7 @@ class BaseMethod(ABC):
     gathers: bool = False  # whether `collect` brings the rows of all ranks together
     group: int = 1  # rows that are made of one row of the source: answers to a prompt; batch sizes count these
     draws: str = ""  # by whom its answers are drawn; a run that goes on stays with them
+    runs_models: bool = True  # whether `collect` computes with models: weights that are shared out are gathered for it
     asks_outside: bool = False  # whether `collect` asks what may fail for reasons of its own: reward functions, judges
     module: nn.Module
     engine: Engine
@@ -283,18 +284,14 @@ class StepStart:
             with self.may_stop() if self.source is not None else nullcontext():
                 yield
         except Stopped:
-            self._go_back()
+            if self.source is not None:  # the run as it was before this step took its rows
+                self._put_rows_back(self.source)
+                set_rng_state(self.rng)
             raise
         except RewardError as error:
             raise RewardError(f"{error}{self._save()}") from error
         except KeyboardInterrupt as error:  # pressed twice: out of the step, perhaps out of a reward that hangs
             raise KeyboardInterrupt(f"{error}{self._save()}".strip()) from error
-
-    def _go_back(self) -> None:
-        """The run as it was before this step took its rows."""
-        if self.source is not None:
-            self._put_rows_back(self.source)
-            set_rng_state(self.rng)
 
     def _put_rows_back(self, source: dict[str, Any]) -> None:
         """What was taken from the source in this step is there again, and no ticket that was begun with it."""
@@ -548,6 +545,7 @@ class Trainer:
         self.failure: RunError | None = None
         self.feed, self.step_start, self.boundary = Feed(self), StepStart(self), Boundary(self)
         self.history, self.log, self.meter = History(), EventLog(None, self.engine.ranks.process), method.meter
+        self.meter.sharers = self.engine.strategy.layout.inner if self.engine.ranks.processes > 1 else 0
         if self.engine.roles is not None:
             self.meter.further = self.engine.roles.wire.report
         self.control, self.saves, self.ending = RunControl(self), Saves(config, epoch=epoch), threading.Event()
@@ -598,7 +596,7 @@ class Trainer:
 
     def collect(self, batch: Any) -> Any:
         """What this step learns from, made without gradient."""
-        with self.step_start.kept(), self.meter.time("collect"), self.engine.inference():
+        with self.step_start.kept(), self.meter.time("collect"), self.engine.inference(self.method.runs_models):
             data = self.engine.agree(self.method.collect(batch, self.step))
         self.meter.add(self.method.tokens(data), self.method.flops(data))
         return data
@@ -610,9 +608,9 @@ class Trainer:
         Returns:
             Means over the updates that were applied.
         """
-        engine, method, total = self.engine, self.method, Pairs()
+        engine, method, total, sent = self.engine, self.method, Pairs(), dict[str, float]()
         done = skipped = 0
-        with self.meter.time("update"):
+        with self.meter.time("update"), timed_messages(engine.device.type, sent, self.step + 1, self.config.comm_every):
             engine.set_lr(self.step)
             for mini in self.feed.mini_batches(data):
                 sums, counts = Sums(), engine.reduce_sum(method.denominators(mini))
@@ -630,7 +628,7 @@ class Trainer:
                 if not method.keep_updating(means(sums.read(report))):
                     break
         self.updates += done
-        return {"loss": math.nan, **means(total), "updates": done, **({"skipped": skipped} if skipped else {})}
+        return {"loss": math.nan, **means(total), **sent, "updates": done, **({"skipped": skipped} if skipped else {})}
 
     def finish_step(self, stats: dict[str, float]) -> dict[str, Any]:
         """Close a step: its number, its event, the method's controllers; raises the step's failure, if any."""

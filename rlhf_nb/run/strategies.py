@@ -77,12 +77,12 @@ _OURS = (
 )  # fmt: skip
 
 # %% ../../nbs/run/strategies.ipynb #cb313df9
-def _deepspeed(name: str, device: torch.device) -> tuple[Any, dict[str, Any]]:
+def _deepspeed(layout: Layout, device: torch.device) -> tuple[Any, dict[str, Any]]:
     """An Accelerator that connects ranks for DeepSpeed, and the settings that were given."""
-    own = os.environ.get("RLHF_NB_STRATEGY", "")
+    name, own = layout.base, os.environ.get("RLHF_NB_STRATEGY", "")
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     os.environ.setdefault("ACCELERATE_DEEPSPEED_ZERO_STAGE", name[-1])
-    if own.endswith("_offload"):
+    if "_offload" in own:
         os.environ.setdefault("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "cpu")
         os.environ.setdefault("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "cpu" if name == "zero3" else "none")
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -114,9 +114,11 @@ def _deepspeed(name: str, device: torch.device) -> tuple[Any, dict[str, Any]]:
             "distributed_type DEEPSPEED"
         )
     given = dict(accelerator.state.deepspeed_plugin.deepspeed_config)
+    zero, numbers = dict(given.get("zero_optimization") or {}), layout.bucket << 18  # of four bytes
+    if numbers:
+        zero |= {"reduce_bucket_size": numbers, "allgather_bucket_size": numbers}
     further = os.environ.get("RLHF_NB_DEEPSPEED")  # entries of zero_optimization: accelerate has no variable for them
-    if further:
-        given["zero_optimization"] = {**(given.get("zero_optimization") or {}), **json.loads(further)}
+    given["zero_optimization"] = zero | json.loads(further or "{}")
     return accelerator, given
 
 
@@ -643,4 +645,4 @@ def connect(name: str, precision: Precision) -> Strategy:
             f"{name} needs DeepSpeed, which is not installed: pip install 'deepspeed>=0.17,<0.20' (the extra "
             "`deepspeed`), or choose fsdp2 or ddp"
         )
-    return Zero(int(name[-1]), *_deepspeed(name, precision.device), precision.compute_dtype)
+    return Zero(int(layout.base[-1]), *_deepspeed(layout, precision.device), precision.compute_dtype)

@@ -114,9 +114,7 @@ def build_optimizer(module: nn.Module, settings: OptimizerConfig, rates: Rates |
             {"params": [p for p in mine if not decays or p.dim() < 2], "weight_decay": 0.0},
         ]
         groups += [g | ({} if rate is None else {"scale": rate / settings.lr}) for g in parts if g["params"]]
-    if settings.name == "muon":
-        return _muon(module, groups, settings)
-    return _named(settings)(groups)
+    return _muon(module, groups, settings) if settings.name == "muon" else _named(settings)(groups)
 
 
 def _named(settings: OptimizerConfig) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:
@@ -278,7 +276,8 @@ def frozen_fingerprint(module: nn.Module) -> str:
 
 # %% ../../nbs/run/strategy.ipynb #7a1d0001
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
-_DEGREES = {"tp": "tensor", "cp": "context", "rep": "replicas"}
+_DEGREES = {"tp": "tensor", "cp": "context", "rep": "replicas", "mb": "bucket"}
+_ABLE = {"cp": ("fsdp2", "ddp"), "mb": ("ddp", "zero1", "zero2", "zero3")}  # the others: fsdp2
 
 
 class Layout(NamedTuple):
@@ -288,6 +287,7 @@ class Layout(NamedTuple):
     tensor: int = 1  # processes that compute each layer together
     context: int = 1  # processes that share out the tokens of each row
     replicas: int = 1  # copies of the weights, each shared out over processes of its own
+    bucket: int = 0  # MiB of gradients in one message; 0: as torch or DeepSpeed choose
 
     @property
     def inner(self) -> int:
@@ -302,7 +302,7 @@ def layout_of(text: str, processes: int | None = None) -> Layout:
     """A strategy in words, such as "zero3_offload" or "fsdp2+tp2+rep2".
 
     Args:
-        text: one of `STRATEGIES` (a ZeRO also with "_offload"), then parts with their numbers: tp, cp, rep.
+        text: one of `STRATEGIES` (a ZeRO also with "_offload"), then parts with their numbers: tp, cp, rep, mb.
         processes: that will run; None: not known yet.
 
     Raises:
@@ -318,12 +318,12 @@ def layout_of(text: str, processes: int | None = None) -> Layout:
         word = part.rstrip("0123456789")
         kind, number = _DEGREES.get(word, ""), int(part[len(word) :][:6] or 0)
         if not kind or not number:
-            hint = "Behind a + comes tp, cp or rep with a number, as in fsdp2+tp2."
+            hint = "Behind a + comes tp, cp, rep or mb with a number, as in fsdp2+tp2."
             hint = hint if kind else did_you_mean(word, _DEGREES, hint)
             raise ConfigError(f"strategy {text!r} has the part {part!r}. {hint}")
         if kind in degrees:
             raise ConfigError(f"strategy {text!r} has {word} twice: leave one out.")
-        if base not in (able := ("fsdp2", "ddp") if word == "cp" else ("fsdp2",)):
+        if name not in (able := _ABLE.get(word, ("fsdp2",))):
             raise ConfigError(f"strategy {text!r}: {word} is not built for {base}; use {able[0]}+{part}.")
         degrees[kind] = number
     layout = Layout(base, **degrees)
@@ -544,12 +544,13 @@ def states_by_name(averages: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor
     return out
 
 # %% ../../nbs/run/strategy.ipynb #0e38dd3c
-def connect_plain(device: torch.device) -> Any:
-    """An Accelerator for several ranks, after checking that it really connects them."""
+def connect_plain(device: torch.device, bucket: int = 0) -> Any:
+    """An Accelerator for several ranks, after checking that it really connects them (`bucket`: as in `Layout`)."""
     from accelerate import Accelerator
-    from accelerate.utils import DistributedType
+    from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 
-    accelerator = Accelerator(cpu=device.type == "cpu")
+    how = [DistributedDataParallelKwargs(bucket_cap_mb=bucket)] if bucket else None
+    accelerator = Accelerator(cpu=device.type == "cpu", kwargs_handlers=how)
     kind = accelerator.distributed_type
     world = int(os.environ["WORLD_SIZE"])
     if accelerator.num_processes != world or kind == DistributedType.NO:

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, option
 from ..core import ConfigError, derive_seed
 from ..data.sources import collate_completions
-from ..data.worlds import toy_presets
+from ..data.worlds import Row, toy_presets
 from ..losses.sft import sft_loss
 from .registry import register
-from ..data.worlds import Row
 from .method import TextConfig, TextMethod, tokenize_rows
 from .trainer import TextTrainer
 from ..types import Completions, LossSum
@@ -85,7 +84,7 @@ class SFT(TextMethod):
 
     name = "sft"
     columns = ("loss", "sft/token_prob", "lr", "grad_norm")
-    step = 0
+    step, runs_models = 0, False
     config: SFTConfig
 
     adapter_dropout = True
