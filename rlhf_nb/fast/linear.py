@@ -131,15 +131,13 @@ def plain_weight(module: nn.Module) -> tuple[Tensor, Tensor | None] | None:
     if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
         weight: Tensor = module.weight  # type: ignore[assignment]
         return weight.t(), module.bias  # type: ignore[return-value]
-    if not (
-        hasattr(module, "get_delta_weight") and hasattr(module, "lora_A") and isinstance(module.base_layer, nn.Module)
-    ):
+    adapted = hasattr(module, "get_delta_weight") and hasattr(module, "lora_A")
+    if not (adapted and isinstance(module.base_layer, nn.Module)):
         return None
     base = plain_weight(module.base_layer)
     layer: Any = module
-    if (
-        base is None or layer.merged or base[0].dtype != torch.float32
-    ):  # in half precision a merged delta is rounded away
+    # in half precision a merged delta is rounded away
+    if base is None or layer.merged or base[0].dtype != torch.float32:
         return base if base is not None and layer.merged and not layer.disable_adapters else None
     if layer.disable_adapters:
         return base
@@ -212,9 +210,8 @@ def add_product(total: Tensor | None, g: Tensor, x: Tensor, whole: bool = False)
         return ops.addmm.dtype_out(total, g.T, x, wide, out=total)  # type: ignore[no-any-return]
     part = g.T @ x
     if total is not None:
-        for rows, more in zip(
-            torch.split(total, 4096), torch.split(part, 4096)
-        ):  # widened a piece at a time, not as a whole matrix
+        # widened a piece at a time, not as a whole matrix
+        for rows, more in zip(torch.split(total, 4096), torch.split(part, 4096)):
             rows += more
         return total
     return part.float() if not whole and part.dtype in (torch.bfloat16, torch.float16) else part
@@ -350,12 +347,8 @@ def rounded_products(x: Tensor, modules: list[nn.Module]) -> list[Tensor] | None
         return None
     dtype, parts = torch.get_autocast_dtype(kind), [plain_weight(m) if type(m) is nn.Linear else None for m in modules]
     plain = [p for p in parts if p is not None]
-    if (
-        dtype.itemsize >= 4
-        or x.dtype == torch.float64
-        or len(plain) < len(parts)
-        or not all(_is_wide(w) for w, _ in plain)
-    ):
+    wide = len(plain) == len(parts) and all(_is_wide(w) for w, _ in plain)
+    if dtype.itemsize >= 4 or x.dtype == torch.float64 or not wide:
         return None
     return list(_RoundedProducts.apply(x, dtype, *(t for p in plain for t in p)))  # type: ignore[no-untyped-call]
 
@@ -393,9 +386,8 @@ def gated_silu(a: Tensor, b: Tensor) -> Tensor:
     return _GatedSilu.apply(a, b)  # type: ignore[no-any-return, no-untyped-call]
 
 # %% ../../nbs/fast/linear.ipynb #053e9b47
-PACK = range(
-    1 << 17, 1 << 26
-)  # parameters of a weight: below, it stays in the processor's caches anyway; above, a copy is large
+# parameters of a weight: below, it stays in the processor's caches anyway; above, a copy is large
+PACK = range(1 << 17, 1 << 26)
 
 
 def pays_to_pack(weight: Tensor) -> bool:

@@ -510,13 +510,17 @@ class OnlineMethod(TextMethod):
     def lag_metrics(self, r: Rollout) -> dict[str, float]:
         """What rollouts tell of a ticket, and, where π_old was scored, how far the policy is from who drew."""
         found = {"rollout/lag": 0.0} if self.ticket is None else self.rollouts.metrics(self.ticket)
-        if r.rollout_logps is None or r.old_logps is r.rollout_logps:
+        if r.rollout_logps is None or torch.equal(r.need("old_logps"), r.rollout_logps):
             return found
         return found | staleness(r.need("old_logps"), r.rollout_logps, r.completion_mask)
 
-    def correction(self, r: Rollout) -> Tensor | None:
-        """[B, C], weights of tokens where sampler and scorer disagree; None where they are the same."""
-        old, drawn = r.need("old_logps"), r.rollout_logps
+    def correction(self, r: Rollout, old: Tensor | None = None) -> Tensor | None:
+        """[B, C], weights of tokens where sampler and scorer disagree; None where they are the same.
+
+        Args:
+            r: with the sampler's log-probs, if it told any; old: the scorer's; None: the rollout's.
+        """
+        old, drawn = r.need("old_logps") if old is None else old, r.rollout_logps
         if drawn is None or old is drawn or (old.device.type == "cpu" and torch.equal(old, drawn)):
             return None  # (on a GPU the answer isn't waited for: weights of exactly 1 change nothing)
         cfg = self.config
