@@ -2,6 +2,7 @@
 
     python benchmarks/check_topology.py [--only sft ppo] [--allocator default]   # eight settings, one process each: peaks
     python benchmarks/check_topology.py --stages [qwen2]                         # DDP and ZeRO on two processes: who holds what
+    python benchmarks/check_topology.py --time [ddp fsdp2]                       # seconds of a step, two and four processes
 
 Peaks. Every process first trains a tiny model of the same kind with the same method, so that libraries and thread pools are there, then
 takes its resident memory as zero, builds the model (random weights, random words) and takes two steps (from the second
@@ -17,6 +18,11 @@ optimizer begins the third step, rank 0 adds up the bytes of the live tensors, e
 parameters; gradients; the optimizer's numbers (Adam's averages, DeepSpeed's own copy of the weights); buffers for messages. DDP's
 buffers are not Python's, so their size is taken from DDP's own log. Beside it stands the highest resident memory of that step
 above what was there before the model; here blocks of tensors are smaller, so glibc's threshold is set to 128 KiB.
+
+Time. In the processes that train, each step is predicted before it is made, from a probe of seconds: collectives by size
+(`scale.measure`), the pieces of a step (`scale.cost`). Once before, the step of a model with as many layers that are 64 numbers wide
+is timed, whose seconds are those that don't depend on widths. Prediction and step lie next to each other in time because a machine's
+speed drifts; the median of four pairs counts.
 """
 
 from __future__ import annotations
@@ -24,10 +30,12 @@ from __future__ import annotations
 import argparse
 import copy
 import ctypes
+import dataclasses
 import gc
 import json
 import os
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -64,6 +72,12 @@ STAGES = {"one process": (1, "ddp"), "DDP": (2, "ddp"), **{f"ZeRO-{n}": (2, f"ze
 STAGED: dict[str, dict[str, Any]] = {
     "llama": {"model": LLAMA | {"hidden_size": 384, "intermediate_size": 1152}, "method": "sft", "mini_batch": 32, "prompt": 32, "completion": 32, "budget": 512},
     "qwen2": {"model": QWEN, "method": "sft", "mini_batch": 24, "prompt": 24, "completion": 40, "budget": 384},
+}  # fmt: skip
+SMALL: dict[str, Any] = {"prompt": 32, "completion": 64, "budget": 1024, "model": STAGED["llama"]["model"]}
+SFT, DPO = SMALL | {"method": "sft", "mini_batch": 32}, SMALL | {"method": "dpo", "mini_batch": 16}
+TIMED: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "SFT, DDP, 2": (2, "ddp", SFT), "SFT, DDP, 4": (4, "ddp", SFT), "DPO, DDP, 2": (2, "ddp", DPO),
+    "SFT, ZeRO-2, 2": (2, "zero2", SFT), "SFT, ZeRO-3, 2": (2, "zero3", SFT), "SFT, FSDP2, 2": (2, "fsdp2", SFT),
 }  # fmt: skip
 BUCKET = 4_000_000  # numbers in a message of DeepSpeed; its default, 500 million, would be many times the model
 TINY = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}  # fmt: skip
@@ -106,7 +120,7 @@ def trainer_for(setting: dict[str, Any], model: Any, folder: str, rows: list[dic
     lora = LoraSettings(r=setting["lora"]) if "lora" in setting else None
     p, c = setting["prompt"], setting["completion"]
     settings: dict[str, Any] = {
-        "output_dir": f"{folder}/run", "steps": STEPS, "epochs": None, "mini_batch_size": setting["mini_batch"],
+        "output_dir": f"{folder}/run", "steps": setting.get("steps", STEPS), "epochs": None, "mini_batch_size": setting["mini_batch"],
         "token_budget": setting.get("budget", BUDGET),
         "device": "cpu", "console": False, "async_save": False, "model": {"lora": lora.to_dict() if lora else None},
         "data": {"max_prompt_length": 2 * p, "max_length": 2 * (p + c), "dedup": False},
@@ -167,19 +181,23 @@ def measure(setting: dict[str, Any]) -> dict[str, float]:
     return {"collect": peaks[0], "update": peaks[1], "cpu": time.process_time() - started}
 
 
-def predicted(setting: dict[str, Any], **split: Any) -> Any:
-    """The planner's account."""
+def planned(setting: dict[str, Any]) -> tuple[Any, Any]:
+    """The model's config, and the job."""
     from transformers import AutoConfig
 
-    from rlhf_nb.scale.topology import NUMBER_FORMATS, Job, Split, predict_memory
+    from rlhf_nb.scale.topology import NUMBER_FORMATS, Job
 
     shape = dict(setting["model"])
-    config = AutoConfig.for_model(shape.pop("model_type"), **shape)
     given = {k: v for k, v in setting.items() if k not in ("model", "budget", "critic", "reference")}
-    budget = setting.get("budget", BUDGET)
-    return predict_memory(
-        config, Job(**given, token_budget=budget, format=NUMBER_FORMATS["fp32"], device="cpu"), Split(**split)
-    )
+    given |= {"token_budget": setting.get("budget", BUDGET), "format": NUMBER_FORMATS["fp32"], "device": "cpu"}
+    return AutoConfig.for_model(shape.pop("model_type"), **shape), Job(**given)
+
+
+def predicted(setting: dict[str, Any], **split: Any) -> Any:
+    """The planner's account."""
+    from rlhf_nb.scale.topology import Split, predict_memory
+
+    return predict_memory(*planned(setting), Split(**split))
 
 
 def worker(name: str) -> None:
@@ -300,11 +318,98 @@ def stages(model: str) -> None:
     print(f"\n{everything}")
 
 
+def time_worker(name: str) -> dict[str, Any]:
+    """On every rank: before each step its pieces are measured and it is predicted; rank 0's seconds of both, and its peak."""
+    import torch
+    import torch.distributed as dist
+
+    from rlhf_nb.scale.cost import Speed, measure_costs
+    from rlhf_nb.scale.measure import measure_wires, predict_ranks
+    from rlhf_nb.scale.topology import decoder_shape
+
+    torch.set_num_threads(1)
+    ranks, strategy, setting = TIMED[name]
+    short = {
+        "prompt": 4,
+        "completion": 4,
+        "budget": setting["budget"] * 8 // (setting["prompt"] + setting["completion"]),
+    }
+    thin = setting | short | {"model": setting["model"] | TINY | {"num_hidden_layers": 8}}
+    fixed = statistics.median(train_timed(thin)["seconds"])
+    config, job = planned(setting)
+    own, cores = dataclasses.replace(job, mini_batch=job.mini_batch // ranks), os.cpu_count() or 1
+
+    def predict() -> list[float]:
+        told, speed = [None] * ranks, Any
+        for turn in range(0, ranks, cores):  # as many at once as there are cores
+            if turn <= dist.get_rank() < turn + cores:
+                speed = measure_costs(config, own, None)
+            dist.barrier()
+        dist.all_gather_object(told, speed)
+        mean = Speed(*(statistics.fmean(column) for column in zip(*told)))
+        wires = measure_wires(torch.device("cpu"))
+        return list(predict_ranks(decoder_shape(config), job, strategy, ranks, mean, wires, fixed))
+
+    return train_timed(setting, predict)
+
+
+def train_timed(setting: dict[str, Any], before: Any = None, steps: int = 5) -> dict[str, Any]:
+    """Seconds of each step but the first, what was predicted before each, and the peak of the last in MiB above what was there before
+    the model."""
+    import torch.distributed as dist
+
+    rows, found = rows_for(setting, setting["model"]["vocab_size"], steps), dict[str, Any](seconds=[], predicted=[])
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    zero = harness.memory(peak=False)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = trainer_for(setting | {"steps": steps}, build(setting), folder, rows)
+        gc.collect()
+        trainer.start()
+        for step in range(steps):
+            if step and before is not None:
+                found["predicted"].append(before())
+            Path("/proc/self/clear_refs").write_text("5")
+            dist.barrier()
+            begun = time.perf_counter()
+            trainer.train_step()
+            found["seconds"] += [time.perf_counter() - begun] if step else []
+        trainer.log.close()
+    return found | {"peak": harness.memory() - zero}
+
+
+def times(only: list[str]) -> None:
+    """The table of predicted and measured steps."""
+    from rlhf_nb.scale.launch import launch
+
+    print("| setting | predicted, s | measured, s | difference | predicted, MiB | measured, MiB | difference |")
+    print("|---|---:|---:|---:|---:|---:|---:|", flush=True)
+    for name in [n for n in TIMED if not only or any(o.lower() in n.lower() for o in only)]:
+        ranks, strategy, setting = TIMED[name]
+        zero = {"reduce_bucket_size": BUCKET, "stage3_param_persistence_threshold": 0} if "zero" in strategy else None
+        with tempfile.TemporaryDirectory() as folder:
+            how: dict[str, Any] = {"num_processes": ranks, "strategy": strategy, "device": "cpu", "run_dir": folder}
+            got = launch(time_worker, name, restarts=0, say=None, zero=zero, **how).value
+        stage, split = {"ddp": (0, {}), "fsdp2": (3, {"live": 0})}.get(strategy) or (int(strategy[-1]), {})
+        pairs = [(sum(parts), seconds) for parts, seconds in zip(got["predicted"], got["seconds"])]
+        want, took, off = (statistics.median(x) for x in zip(*((p, s, p / s - 1) for p, s in pairs)))
+        room, peak = predicted(setting, gpus=ranks, stage=stage, bucket=BUCKET, **split).peak / harness.MIB, got["peak"]
+        print(
+            f"| {name} | {want:.2f} | {took:.2f} | {off:+.1%} | {room:.0f} | {peak:.0f} | {room / peak - 1:+.1%} |",
+            flush=True,
+        )
+        print(
+            [[round(x, 3) for x in parts] + [round(s, 2)] for parts, s in zip(got["predicted"], got["seconds"])],
+            file=sys.stderr,
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], help="settings whose name contains one of these")
     parser.add_argument("--allocator", choices=("exact", "default"), default="exact")
     parser.add_argument("--stages", nargs="?", const="llama", choices=list(STAGED), help="DDP and ZeRO, two processes")
+    parser.add_argument("--time", nargs="*", metavar="NAME", help="seconds of a step, two and four processes")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
@@ -313,9 +418,12 @@ def main() -> None:
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     os.environ["PYTHONPATH"] = os.pathsep.join([str(harness.ROOT), str(harness.HERE)])
     if args.allocator == "exact":
-        limit = str(1 << 17 if args.stages else 1 << 20)
+        limit = str(1 << 17 if args.stages or args.time is not None else 1 << 20)
         os.environ["MALLOC_MMAP_THRESHOLD_"] = limit  # read by the processes that are started from here on
         print(f"measured with MALLOC_MMAP_THRESHOLD_={limit}, which this script sets for the measured processes\n")
+    if args.time is not None:
+        times(args.time)
+        return
     if args.stages:
         stages(args.stages)
         return

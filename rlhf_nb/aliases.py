@@ -26,8 +26,7 @@ __all__ = ['CONVERTED', 'BY_METHOD', 'UPDATES', 'BATCHES', 'trl_words', 'TrlNote
 def _table() -> dict[str, Any]:
     """The file `trl.yaml`."""
     text = files("rlhf_nb").joinpath("trl.yaml").read_text(encoding="utf-8")
-    table: dict[str, Any] = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    return table
+    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # type: ignore[no-any-return]
 
 
 @cache
@@ -251,8 +250,7 @@ def _updates(data: Mapping[str, Any], rows: Mapping[str, Any], has: Callable[[st
 
 def _strategies(out: dict[str, Any]) -> None:
     """When to evaluate, save and log: a strategy and its steps as one word."""
-    steps = {"eval": out.get("logging_steps", 10), "save": 500, "logging": 10}
-    for word, usual in steps.items():
+    for word, usual in {"eval": out.get("logging_steps", 10), "save": 500, "logging": 10}.items():
         strategy = out.get(f"{word}_strategy")
         strategy = getattr(strategy, "value", strategy)
         if strategy not in ("steps", "no", "epoch", "best") or (strategy, word) == ("best", "eval"):

@@ -347,6 +347,7 @@ class TrainConfig(StrictConfig):
     load_best: bool = Field(default=False, description="end with the weights of the best checkpoint (keep_best)")
     async_save: bool = Field(default=True, description="write checkpoints in a background thread")
     log_every: int = Field(default=1, ge=1, description="steps between log lines")
+    comm_every: int | None = option(None, "steps between updates whose messages between processes are timed", ge=1)
     eval_every: Annotated[int, Field(ge=1)] | Literal["epoch"] | None = option(
         None, "steps (or epoch) between evaluations; null: only at the end"
     )

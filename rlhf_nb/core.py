@@ -11,11 +11,12 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache, lru_cache
 from statistics import NormalDist
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -34,10 +35,11 @@ _all_ = [
 
 # %% auto #0
 __all__ = ['DTYPES', 'BF16_FROM', 'BF16_PAYS', 'GPU', 'probe_gpu', 'probe_cpu', 'Precision', 'growing_segments', 'pick_device',
-           'decide_precision', 'derive_seed', 'seed_everything', 'rng_state', 'set_rng_state', 'evaluating', 't_share',
-           't_quantile', 'Stopped', 'stoppable', 'safe_point', 'stops_at_once', 'stop_from_handler', 'CheckpointError',
-           'ConfigError', 'DataError', 'Interval', 'ModelError', 'RewardError', 'RlhfError', 'RunError', 'check_choice',
-           'did_you_mean', 'mended', 'printable', 'read_interval', 'suggest']
+           'decide_precision', 'derive_seed', 'grouped', 'seed_everything', 'rng_state', 'set_rng_state', 'eval_mode',
+           'evaluating', 'with_value', 'with_fields', 't_share', 't_quantile', 'Stopped', 'stoppable', 'safe_point',
+           'stops_at_once', 'stop_from_handler', 'CheckpointError', 'ConfigError', 'DataError', 'Interval',
+           'ModelError', 'RewardError', 'RlhfError', 'RunError', 'check_choice', 'did_you_mean', 'mended', 'printable',
+           'read_interval', 'suggest']
 
 # %% ../nbs/core.ipynb #ea410878
 class GPU(NamedTuple):
@@ -231,6 +233,10 @@ def decide_precision(
     return Precision(where, dtype, torch.float32, frozen, name == "fp16", reason, want == "auto")
 
 # %% ../nbs/core.ipynb #b692ffe0
+_Key = TypeVar("_Key", bound=Hashable)
+_Thing = TypeVar("_Thing")
+
+
 def derive_seed(*parts: int | str) -> int:
     """A seed from names and numbers: the same on every machine, unrelated for different parts.
 
@@ -245,6 +251,19 @@ def derive_seed(*parts: int | str) -> int:
         text = (f"s{part}" if isinstance(part, str) else f"i{int(part)}").encode()
         h.update(len(text).to_bytes(8, "little") + text)
     return int.from_bytes(h.digest(), "little") >> 1
+
+
+def grouped(keys: Iterable[_Key], things: Iterable[_Thing]) -> dict[_Key, list[_Thing]]:
+    """Things that have the same key together, in the order in which they come.
+
+    Args:
+        keys: one of each thing.
+        things: as many.
+    """
+    out: dict[_Key, list[_Thing]] = {}
+    for key, thing in zip(keys, things):
+        out.setdefault(key, []).append(thing)
+    return out
 
 
 def seed_everything(seed: int) -> None:
@@ -286,8 +305,7 @@ def set_rng_state(state: dict[str, Tensor]) -> None:
     Raises:
         CheckpointError: a generator's state is missing, has the wrong size, or is not one.
     """
-    sizes = {"python": 628, "numpy": 627, "torch": torch.get_rng_state().numel()}
-    for name, size in sizes.items():
+    for name, size in {"python": 628, "numpy": 627, "torch": torch.get_rng_state().numel()}.items():
         if name not in state or state[name].numel() != size:
             got = f"{state[name].numel()} numbers" if name in state else "none"
             raise CheckpointError(
@@ -314,21 +332,60 @@ def set_rng_state(state: dict[str, Tensor]) -> None:
 
 # %% ../nbs/core.ipynb #0e7a0002
 @contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    "Dropout off inside; afterwards every module is as it was (unlike `model.train()`, which switches all of them on)."
+    training = [m for m in model.modules() if m.training]
+    try:
+        for m in training:
+            m.training = False
+        yield
+    finally:
+        for m in training:
+            m.training = True
+
+
+@contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """No gradients and evaluation mode, put back afterwards module by module.
 
     Args:
         model: that is asked inside.
     """
-    training = [m for m in model.modules() if m.training]
+    with eval_mode(model), torch.no_grad():
+        yield
+
+
+@contextmanager
+def with_value(var: ContextVar[_Thing], value: _Thing) -> Iterator[_Thing]:
+    """A context variable has another value inside.
+
+    Args:
+        var: keeps its own value outside, and in other threads.
+        value: that it has inside.
+    """
+    token = var.set(value)
     try:
-        for m in training:
-            m.training = False
-        with torch.no_grad():
-            yield
+        yield value
     finally:
-        for m in training:
-            m.training = True
+        var.reset(token)
+
+
+@contextmanager
+def with_fields(owner: Any, **fields: Any) -> Iterator[None]:
+    """Attributes of an object have other values inside.
+
+    Args:
+        owner: gets its own back afterwards.
+        fields: values by name.
+    """
+    before = {name: getattr(owner, name) for name in fields}
+    try:
+        for name, value in fields.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
 
 # %% ../nbs/core.ipynb #7a0e0002
 def t_share(t: float, df: int) -> float:

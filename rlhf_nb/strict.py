@@ -293,13 +293,12 @@ def _unknown_key(root: type[BaseModel], place: _Place) -> str:
     if foreign:
         return f"{place}: unknown key {bad!r}. {foreign}"
     paths = sorted(_all_paths(root), key=len, reverse=True)
-    here = {name: f"{above}.{name}" if above else name for name in place.group.model_fields}
     words = {p.split(".")[-1]: p for p in paths}
     if not above and "output_dir" in root.model_fields:  # of a run
         # TRL's words: those with another name here by that name, those with another meaning as they are
         words |= {word: word for word in (*CONVERTED, *BATCHES, *trl_words("free"), *trl_words("explained"))}
         words |= {word: ours for word, ours in trl_words("same").items() if ours in paths}
-    words |= here
+    words |= {name: f"{above}.{name}" if above else name for name in place.group.model_fields}
     near = words.get(suggest(bad, words) or "")
     valid = f"Valid keys{f' in {above}' if above else ''}: {', '.join(place.group.model_fields)}."
     if near and above and near.split(".")[-1] == bad:
@@ -466,8 +465,7 @@ class StrictConfig(BaseModel):
         """Settings with the words of TRL replaced by ours where they mean the same: see `aliases`."""
         default = lambda key: cls.model_fields[key].get_default(call_default_factory=True, validated_data={})
         names = [k for k, v in data.items() if k in SHORT and isinstance(v, str) and cls.has(f"{k}.{SHORT[k]}")]
-        short = {k: {SHORT[k]: data[k]} for k in names}
-        return translate({**data, **short}, cls.has, default)
+        return translate({**data, **{k: {SHORT[k]: data[k]} for k in names}}, cls.has, default)
 
     @model_validator(mode="before")
     @classmethod
@@ -536,8 +534,7 @@ class StrictConfig(BaseModel):
     def preset_values(cls, name: str) -> dict[str, Any]:
         """What a preset sets, in this class and in those it is built on."""
         levels = [c.__dict__.get("presets", {}) for c in reversed(cls.__mro__)]
-        known = sorted({p for level in levels for p in level})
-        check_choice(f"{cls.__name__}'s preset", name, known)
+        check_choice(f"{cls.__name__}'s preset", name, sorted({p for level in levels for p in level}))
         values: dict[str, Any] = {}
         for level in levels:
             values = merge(values, level.get(name, {}))

@@ -272,8 +272,7 @@ class Batch:
         """Rows as a batch of the same type; an int gives a batch of one row. Slices are views, the rest copies."""
         rows, columns = _row_index(index, len(self)), self.columns_dict()
         if isinstance(rows, Tensor):  # sent once, for all columns
-            place = next((v.device for _, v in _leaves(columns) if isinstance(v, Tensor)), rows.device)
-            rows = sent(rows, place)
+            rows = sent(rows, next((v.device for _, v in _leaves(columns) if isinstance(v, Tensor)), rows.device))
         return type(self)(**{k: _take(v, rows) for k, v in columns.items()})
 
     def __iter__(self: _B) -> Iterator[_B]:
@@ -509,8 +508,7 @@ _C = TypeVar("_C", bound=Completions)
 def _check_counted(owner: Batch, side: str = "completion") -> None:
     """Raise DataError if a token counts that isn't real."""
     mask, lens = getattr(owner, f"{side}_mask"), getattr(owner, f"{side}_lens")
-    real = torch.arange(mask.shape[1], device=mask.device) < lens[:, None]
-    beyond = (mask & ~real).any(1).nonzero()
+    beyond = (mask & ~(torch.arange(mask.shape[1], device=mask.device) < lens[:, None])).any(1).nonzero()
     if len(beyond):
         row = int(beyond[0])
         reach = int(mask[row].nonzero().max()) + 1

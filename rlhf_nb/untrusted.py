@@ -45,8 +45,7 @@ def mend(value: Any) -> Any:
         return mended(value)
     if isinstance(value, dict):
         pairs = [(mend(k), mend(v)) for k, v in value.items()]
-        same = all(k is k2 and v is v2 for (k, v), (k2, v2) in zip(value.items(), pairs))
-        return value if same else dict(pairs)
+        return value if all(k is k2 and v is v2 for (k, v), (k2, v2) in zip(value.items(), pairs)) else dict(pairs)
     if isinstance(value, list):
         items = [mend(v) for v in value]
         return value if all(a is b for a, b in zip(value, items)) else items

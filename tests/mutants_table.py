@@ -52,8 +52,8 @@ MUTANTS: list[tuple[str, ...]] = [
     ("truncated_weights", "no cap", ".clamp(max=cap)", ""),
     ("truncated_weights", "sampler over scorer", "wide(old_logps) - wide(rollout_logps)", "wide(rollout_logps) - wide(old_logps)"),
     # preferences
-    ("dpo", "no smoothing", "logistic(margin, label_smoothing)", "logistic(margin)"),
-    ("aot_unpaired", "no smoothing", "logistic(margin, label_smoothing)", "logistic(margin)", "nb, test_notice::test_smoothing_is_a_mixture_of_both_labels"),
+    ("dpo", "no smoothing", "alpha)), label_smoothing)", "alpha)))"),
+    ("aot_unpaired", "no smoothing", ".values), label_smoothing)", ".values))", "nb, test_notice::test_smoothing_is_a_mixture_of_both_labels"),
     ("cpo", "no smoothing", "logistic(", "(lambda m, e: logistic(m))(", "nb, test_notice::test_smoothing_is_a_mixture_of_both_labels"),
     ("losses.preference:_link", "forward KL with the ratio turned over", "return -torch.expm1((-x).clamp(max=_CAP))", "return torch.expm1(x.clamp(max=_CAP))"),
     ("log_ratios", "the chosen reference on both sides", "wide(pair.rejected) - wide(pair.ref_rejected.detach())", "wide(pair.rejected) - wide(pair.ref_chosen.detach())"),
@@ -121,7 +121,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("earlier", "a prompt that occurs twice gets the same numbers", "seen[uid] += 1", "seen[uid] += 0"),
     ("cut_at_eos", "EOS does not belong to the answer", "ended.int().argmax(1) + 1", "ended.int().argmax(1)"),
     ("as_rollout", "EOS is masked", "< n[:, None]", "< n[:, None] - 1"),
-    ("eval_mode", "dropout stays on", "m.training = False", "m.training = True"),
+    ("eval_mode", "dropout stays on", "m.training = False", "m.training = True", "nb:rollout.sampler"),
     # rewards
     ("Rewards.__call__", "weights are ignored", "column * weight", "column"),
     ("Rewards.__call__", "None counts as an opinion", "opinions += has", "opinions += 1"),

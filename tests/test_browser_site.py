@@ -44,6 +44,8 @@ OUT = """() => {
     if (box.right > innerWidth + 2 && !scrolls(e)) found.push(`runs out: ${what}`);
     if (/hidden|clip/.test(style.overflowX) && e.scrollWidth > e.clientWidth + 2) found.push(`cut off: ${what}`);
   }
+  for (const e of document.querySelectorAll(".nb-html td, .nb-html th"))
+    if (e.textContent.trim() && parseFloat(getComputedStyle(e).paddingLeft) < 3) found.push(`no room around: ${e.textContent.slice(0, 40)}`);
   return found.slice(0, 5);
 }"""
 SERIOUS = """async () => (await axe.run(document, {preload: false, resultTypes: ["violations"]})).violations

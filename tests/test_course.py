@@ -62,6 +62,7 @@ DEFINED = {
     ],
     2: ["chain rule", "entropy", "perplexity", "logits"],
     4: ["sigmoid", "calibration"],
+    5: ["t-interval"],
     6: ["log-ratio", "temperature"],
     3: ["bootstrap"],
     7: ["baseline", "log-derivative trick", "advantage", "REINFORCE", "RLOO"],
@@ -154,6 +155,30 @@ def test_terms_are_defined_before_they_are_used() -> None:
             if home == n and (known is None or used is None or used.start() < known.start() - 2):
                 late.append(f"lesson {n} should define {term!r} where it uses it first")
     assert not late, "\n".join(late)
+
+
+EVERYDAY = {"GPU", "NaN", "AI", "PyTorch", "Pip", "SmolLM2", "PAD"}  # known to a reader who knows PyTorch
+
+
+def unexplained(pages: dict[str, str]) -> list[str]:
+    """Words with two capitals, tables included, that aren't explained where they come first: "*X*", "X is", "is X, ...", "X (...", or a link to a lesson."""
+    known, found = set(EVERYDAY), []
+    for name, text in pages.items():
+        plain = re.sub(r"^#? ?\[!\[.*$|\$[^$\n]*\$|`[^`]*`|\]\([^)]*\)|(?s:^(## )?Two papers.*)", " ", text, flags=re.M)
+        for word in dict.fromkeys(re.findall(r"\b[A-Za-z]*[A-Z][A-Za-z]*[A-Z][A-Za-z0-9]*\b", plain)):
+            told = rf"\*{{1,2}}{word}\*{{1,2}}|\b{word}\W+(is|are|means)\b|\bis {word}, |\*, {word}\.|\b{word} \(|\b{word}, which\b|^# .*{word}"
+            if word not in known and not re.search(told, plain, re.M):
+                found.append(f"{name}: {word}")
+            known.add(word)
+    return found
+
+
+def test_abbreviations_are_explained_where_they_come_first() -> None:
+    """No list of terms is needed for them, so a new one is seen, too."""
+    texts = {p.stem: "\n\n".join(c["source"] for c in cells(p) if c["cell_type"] == "markdown") for p in LESSONS + LABS}
+    assert not (found := unexplained(texts)), found
+    seen = {"a": "We use RLOO.", "b": "| DPO with QLoRA | |", "c": "*KTO* learns from thumbs.", "d": "KTO again"}
+    assert unexplained(seen) == ["a: RLOO", "b: DPO", "b: QLoRA"]
 
 
 RUN = shipped_log()["held_out"]

@@ -159,5 +159,7 @@ def test_the_command_says_who_waits() -> None:
     )
     sft = CliRunner().invoke(app, ["simulate", "sft", "--toy", "--gpus", "8", "--hours", "0.01"])
     assert sft.exit_code == 0 and sft.output.count("\n| 8 |") == 1, sft.output
+    alone = CliRunner().invoke(app, ["simulate", "grpo", "model.name_or_path=toy", "--gpus", "8", "--hours", "0.01"])
+    assert alone.exit_code == 0, f"a model is enough, as in `simulate --help` and for `plan`: {alone.output}"
     bad = CliRunner().invoke(app, ["simulate", "grpo", "--toy", "--on", "abacus"])
     assert bad.exit_code == 1 and "no GPU 'abacus' is known" in bad.output

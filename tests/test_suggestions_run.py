@@ -56,6 +56,7 @@ MADE = {
     "eval": ["runs/eval"],
     "cycle": ["models/canary"],
 }  # what a command makes, by the line's beginning, and was there
+ASKS = ("launch", "doctor", "sweep", "plan", "simulate")  # commands that take a method
 ELSEWHERE = {"demo --real": "tests/test_recipes.py"}  # what is run there
 ALERTS = {"cycle": 3}  # commands whose exit code also says what was found
 
@@ -135,22 +136,18 @@ def commands() -> dict[str, Suggestion]:
 def filled(line: Suggestion) -> list[str]:
     """The words of a line; "..." stands for a model and data."""
     words, more = words_of(line), " ..." in line.text or " …" in line.text
-    kind = words[1] if words[0] in ("launch", "sweep", "doctor", "plan") and len(words) > 1 else words[0]
+    kind = words[1] if words[0] in ASKS and len(words) > 1 else words[0]
     online = kind in known_methods() and get(known_methods()[kind]).online
     if "run.yaml" in words and online:
         words[words.index("run.yaml")] = "online.yaml"
     if "--resume" in words and "--config" not in words:
         words[1:1] = ["--config", "runs/ppo"]
-    if (
-        words[0] in (kind, "launch", "doctor", "sweep", "plan")
-        and kind in known_methods()
-        and not {"--config", "--toy"} & {*words}
-    ):
+    if words[0] in (kind, *ASKS) and kind in known_methods() and not {"--config", "--toy"} & {*words}:
         said = [w.partition("=")[0] for w in words]
         file = {"sft": "sft.jsonl", "process": "steps.jsonl"}.get(kind, "prompts.jsonl" if online else "pairs.jsonl")
         fill = {"model.name_or_path": "tiny", "data.path": file} | ({"reward": "runs/reward/model"} if online else {})
-        fill = {"model.name_or_path": "tiny"} if words[0] == "plan" else fill
-        whole = more or words[0] in ("launch", "doctor", "sweep", "plan") or set(fill) - {"reward"} <= {*said}
+        fill = {"model.name_or_path": "tiny"} if words[0] in ("plan", "simulate") else fill
+        whole = more or words[0] in ASKS or set(fill) - {"reward"} <= {*said}
         assert whole or line.text in PARTS, f"{line.where}: {line.text!r} can't run as it is"
         words += [f"{k}={v}" for k, v in fill.items() if k not in said and "rewards" not in said]
     return words

@@ -109,8 +109,7 @@ class CapabilityTester:
             rows = {r.id: r.score for r in results.rows if r.score is not None}
             kept = {k: results.settings[k] for k in _SAME if k in results.settings}
             tasks[name] = Task(margin=float(margins[name]), fingerprint=results.fingerprint, settings=kept, rows=rows)
-        model = next((r.model for r in baseline.values()), "")
-        return cls(Frozen(model=model, level=level, tasks=tasks))
+        return cls(Frozen(model=next((r.model for r in baseline.values()), ""), level=level, tasks=tasks))
 
     def save(self, path: str | Path) -> Path:
         """Write the task file."""

@@ -89,8 +89,7 @@ def _judge_sides(
                     raise DataError(f"{file.name}, line {number} can't be read: delete the file, then evaluate again.")
                 mine.setdefault(str(row["id"]), row["answers"])  # of several samples, the first
         answers.append(mine)
-    tokenizer = _tokenizer_for(config, sides[0])
-    judge = named_judge(config, str(folder), tokenizer)
+    judge = named_judge(config, str(folder), _tokenizer_for(config, sides[0]))
     out = {}
     for i, j in combinations(range(len(sides)), 2):
         place = folder / f"judged-{short_name(sides[i].name)}-{short_name(sides[j].name)}"

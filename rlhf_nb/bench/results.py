@@ -205,8 +205,7 @@ def results_of(
         slices = [str(row.get(suite.config.slice)) for row in suite.rows]
     parts: dict[str, Estimate] = {}
     if slices is not None and "score" in metrics:
-        each = [s for s in slices for _ in range(samples)]
-        parts = by_slice(points, each, ids, level)
+        parts = by_slice(points, [s for s in slices for _ in range(samples)], ids, level)
     return Results(
         model=model, suite=suite.config.name, fingerprint=suite.fingerprint, settings=dict(settings or {}), notes=notes,
         rows=_row_results(suite, scored, lengths, slices, samples),

@@ -63,8 +63,7 @@ class SuiteConfig(StrictConfig):
 
 def suites() -> dict[str, Path]:
     """The suites that come with the package, by name."""
-    folder = Path(str(resources.files("rlhf_nb") / "suites"))
-    return {p.stem: p for p in sorted(folder.glob("*.yaml"))}
+    return {p.stem: p for p in sorted(Path(str(resources.files("rlhf_nb") / "suites")).glob("*.yaml"))}
 
 
 @dataclass(frozen=True)
@@ -162,8 +161,7 @@ def load_suite(name: str | Path, file: str | Path | None = None, limit: int | No
     made = [_prepared(dict(row), config, i) for i, row in enumerate(rows[:limit])]
     if not made:
         raise DataError(f"suite {config.name} has no rows.")
-    ids = {r["id"] for r in made}
-    if len(ids) < len(made):
+    if len({r["id"] for r in made}) < len(made):
         made = [{**row, "id": str(i)} for i, row in enumerate(made)]
     return Suite(config, made)
 
@@ -236,9 +234,8 @@ def judge_rule(judge: Judge) -> ScoringRule:
         places = [(i, turn) for i, replies in enumerate(answers) for turn in range(len(replies))]
         prompts = [dialogue(rows[i]["turns"], answers[i][:turn]) for i, turn in places]
         criteria = criteria_of([(rows[i], turn) for i, turn in places])
-        more = () if criteria is None else (criteria,)
         out: list[Scores] = [{} for _ in rows]
-        ratings = judge.rate(prompts, [answers[i][t] for i, t in places], *more)
+        ratings = judge.rate(prompts, [answers[i][t] for i, t in places], *(() if criteria is None else (criteria,)))
         for (i, turn), value in zip(places, ratings, strict=True):
             out[i][f"turn_{turn + 1}"] = value
         for scores in out:

@@ -23,6 +23,7 @@ from rlhf_nb.cli.settings import (
 )  # fmt: skip
 from ..aliases import elsewhere
 from ..console import again as _again, as_settings, me as _me, rank as _rank, tell as _tell
+from ..files import write_whole
 from ..errors import ConfigError, RunError, suggest
 
 # tests and benchmarks take these from here
@@ -32,8 +33,8 @@ _all_ = ["find_config", "recipe_kind", "recipes"]
 __all__ = ['app', 'config_app', 'runs_app', 'RunFolders', 'Mtbf', 'MeanLength', 'LengthTail', 'Topology', 'Commands',
            'ConfigCommands', 'with_methods', 'TrainingCommand', 'demo', 'config_show', 'config_init', 'doctor_command',
            'data_command', 'watch', 'metrics', 'board', 'report', 'learn_command', 'runs_list', 'rollback',
-           'plan_command', 'simulate_command', 'config_accelerate', 'launch_command', 'find_config', 'recipe_kind',
-           'recipes']
+           'plan_command', 'simulate_command', 'measure_command', 'config_accelerate', 'launch_command', 'find_config',
+           'recipe_kind', 'recipes']
 
 # %% ../../nbs/cli/main.ipynb #e5be3d46
 class Commands(typer.core.TyperGroup):
@@ -249,8 +250,7 @@ def demo(
         torch.set_num_threads(1)  # a model this small gains nothing from more, and loses much where cores are shared
         _tell(_said()["welcome"], err=False)
         pipeline = RLHFPipeline(values, say=_story)
-        results = pipeline.run(overwrite=True)
-        show_results(results, pipeline.path)
+        show_results(pipeline.run(overwrite=True), pipeline.path)
         _tell(_said()["next"].format(path=pipeline.path, me=_me()), err=False)
 
 # %% ../../nbs/cli/main.ipynb #18532422
@@ -542,6 +542,35 @@ def simulate_command(
         lengths = {"mean_length": mean_length, "tail": tail}
         hazards = Hazards(between=mtbf, spread=0.03, taken=taken or float("inf"), **lengths)
         _tell(simulated_hours(shape, job, gpus, machine, hours, memory, inner, hazards), err=False)
+
+
+@app.command("measure-cluster")
+def measure_command(
+    processes: int = typer.Option(2, "--processes", "-n", min=2, help="on this machine; under torchrun: as it says"),
+    out: Path = typer.Option(None, "--out", help="file for the topology; default: it is printed"),
+    device: str = typer.Option("auto", help="auto, cpu or cuda"),
+    debug: bool = Debug,
+) -> None:
+    """Measure links and matrix products of several processes at work, and write them as a topology file."""
+    with told(debug):
+        import tempfile
+
+        from rlhf_nb.scale.launch import launch
+        from rlhf_nb.scale.measure import measure_cluster, wires_table
+
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            topology, wires = measure_cluster(device)
+        else:
+            with tempfile.TemporaryDirectory() as folder:
+                how: dict[str, Any] = {"run_dir": folder, "restarts": 0, "say": None, "device": device}
+                topology, wires = launch(measure_cluster, device, num_processes=processes, **how).value
+        if _rank() == 0:
+            _tell(wires_table(wires) + "\n", err=True)
+            text = topology.to_yaml(comments=True)
+            if out is None:
+                _tell(text.rstrip("\n"), err=False)
+            else:
+                write_whole(out, text)
 
 
 @config_app.command("accelerate")

@@ -150,8 +150,7 @@ def _builder(name: str, subset: str | None, revision: str | None) -> Any:
     try:
         builder = _from_cache(name, subset, revision)
     except DataError as e:
-        again = f"rlhf-nb data {name}{f'@{revision}' if revision else ''}"
-        why = refusal(trouble, "dataset", name, revision, again)
+        why = refusal(trouble, "dataset", name, revision, f"rlhf-nb data {name}{f'@{revision}' if revision else ''}")
         raise DataError(f"{e} {why[:1].upper()}{why[1:]}") from trouble
     if not offline():
         commit = Path(builder.cache_dir).name[:7]

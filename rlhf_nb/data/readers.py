@@ -131,8 +131,7 @@ def _csv(path: Path) -> Iterator[Row]:
     with _bytes(path) as file:
         lines = _text_lines(file, path)
         header = next(lines, "")
-        table = csv.DictReader(chain([header], lines), delimiter=_separator(header, path.name))
-        for k, row in enumerate(table, 2):
+        for k, row in enumerate(csv.DictReader(chain([header], lines), delimiter=_separator(header, path.name)), 2):
             if None in row or None in row.values():
                 names = [n for n in row if n is not None]
                 cells = len(names) + len(row.get(None) or []) - list(row.values()).count(None)

@@ -51,8 +51,7 @@ def parts_of(data: DataConfig) -> list[DataConfig]:
     out = []
     for part in data.mix:
         given = {k: getattr(part, k) for k in ("path", "split", "subset", "revision", "columns", "shape")}
-        own = {k: v for k, v in given.items() if v is not None}
-        out.append(data.replace(mix=None, **own))
+        out.append(data.replace(mix=None, **{k: v for k, v in given.items() if v is not None}))
     return out
 
 
@@ -75,8 +74,7 @@ def data_read(data: DataConfig) -> list[dict[str, Any]]:
 
 def weights_of(data: DataConfig) -> list[float] | None:
     """The shares of a mix; None: by the numbers of rows."""
-    weights = [part.weight for part in data.mix or () if part.weight is not None]
-    return weights or None
+    return [part.weight for part in data.mix or () if part.weight is not None] or None
 
 
 def reading_of(data: DataConfig, seed: int = 0) -> Reading:
@@ -125,8 +123,7 @@ def raw_rows(data: DataConfig, split: str | None = None, streaming: bool | None 
         except DataError as e:
             why = shorten(str(e).splitlines()[0], 200, placeholder=" ...")
             warn_of("stands_in", place=place, many=many, name=name, why=why, world=FIRST_WORLD.name)
-            made = made_rows(FIRST_WORLD.name, "preference", 0)
-            held, part = cut.startswith("test"), made or ([], [])
+            held, part = cut.startswith("test"), made_rows(FIRST_WORLD.name, "preference", 0) or ([], [])
             opened = lambda: iter(part[held][:many])
     else:
         opened = open_rows(place, cut, data.subset, streaming, data.revision)
@@ -190,8 +187,7 @@ def _load_part(data: DataConfig, kind: RowKind, seed: int) -> tuple[list[Row], l
     rows = _whole(data, kind, seed, data.split)
     rows = deduplicate(rows) if data.dedup else rows
     if data.eval_split is not None:
-        held_out = _whole(data, kind, seed, data.eval_split)
-        return _tell_shared_prompts(rows, held_out, data)
+        return _tell_shared_prompts(rows, _whole(data, kind, seed, data.eval_split), data)
     if data.eval_size is None:
         return rows, []
     n = min(data.eval_size, len(rows) // 2)

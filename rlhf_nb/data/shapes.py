@@ -168,8 +168,7 @@ def from_question(turns: list[Row]) -> list[Row]:
     """Turns without the answers in front of the first question, which no question asked for and most chat templates
     refuse
     them."""
-    first = next((i for i, turn in enumerate(turns) if turn["role"] != "assistant"), 0)
-    return turns[first:]
+    return turns[next((i for i, turn in enumerate(turns) if turn["role"] != "assistant"), 0) :]
 
 
 def _sharegpt(fields: dict[str, list[Any]], where: str, to: str | None, reading: Reading) -> Row:

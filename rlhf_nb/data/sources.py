@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..core import DataError, derive_seed
+from ..core import DataError, derive_seed, grouped
 from .formats import COLUMNS, Row, Text, to_rows, warn_of, warn_rows
 from .readers import OpenRows
 from .shapes import DataNote
@@ -91,9 +91,7 @@ def hold_out(rows: Sequence[Row], n: int, seed: int) -> tuple[list[Row], list[Ro
     Returns:
         (rows to learn from in their order, held-out ones in the order of their lots).
     """
-    groups: dict[bytes, list[int]] = {}
-    for i, row in enumerate(rows):
-        groups.setdefault(asked(row), []).append(i)
+    groups = grouped(map(asked, rows), range(len(rows)))
     held: list[int] = []
     for key in sorted(groups, key=lambda key: derive_seed(seed, "held out", key.hex())):
         if len(held) + len(groups[key]) <= n:
@@ -292,8 +290,7 @@ def _say_plain(prompts: Sequence[Text], tok: Any, chat: bool | None, warn: bool)
     nothing is said."""
     if not warn or chat is None or not getattr(tok, "chat_template", None):
         return
-    words = [p for p in prompts if isinstance(p, str) and p]
-    plain = sum(not isinstance(p, str) for p in as_chat(tok, words))
+    plain = sum(not isinstance(p, str) for p in as_chat(tok, [p for p in prompts if isinstance(p, str) and p]))
     if not plain:
         return
     which = f"plain prompts: {plain} of {len(prompts)} are strings, and the model has a chat template"
@@ -318,7 +315,9 @@ def _sft_tokens(rows: list[Row], tok: Any, completion_only: bool, chat: bool | N
     out: list[list[Answered]] = [[] for _ in rows]
     texts = [i for i, r in enumerate(rows) if "text" in r]
     heads = encode_prompts(tok, [""] * len(texts)) if tok.bos_token_id is not None else [[] for _ in texts]
-    for i, head, ids in zip(texts, heads, encode_continuations(tok, [_no_bos(rows[i]["text"], tok) for i in texts])):
+    for i, head, ids in zip(
+        texts, heads, encode_continuations(tok, [rows[i]["text"].removeprefix(tok.bos_token or "") for i in texts])
+    ):
         out[i] = [_all_tokens(head, ids)]
     chats = [i for i, r in enumerate(rows) if "messages" in r]
     for i, parts in zip(chats, encode_dialogues(tok, [rows[i]["messages"] for i in chats], tools=_tools(rows, chats))):
@@ -347,11 +346,6 @@ def _tools(rows: Sequence[Row], which: Iterable[int]) -> list[Any] | None:
     """The tools of some rows; None where no row has any."""
     tools = [rows[i].get("tools") for i in which]
     return tools if any(tools) else None
-
-
-def _no_bos(text: str, tok: Any) -> str:
-    """A text without the BOS it may bring along."""
-    return text.removeprefix(tok.bos_token) if tok.bos_token else text
 
 
 def _counting(mask: list[bool]) -> list[bool] | None:
@@ -584,8 +578,7 @@ def prompt_batch(tok: Any, prompts: Sequence[Text], system: str | None = None, r
 # %% ../../nbs/data/sources.ipynb #0dc250d0
 def _fingerprint(rows: Sequence[Row]) -> int:
     """A checksum of a sample of rows, to notice that data changed under a checkpoint."""
-    step = max(1, len(rows) // 64)
-    return zlib.crc32(repr([rows[i] for i in range(0, len(rows), step)]).encode())
+    return zlib.crc32(repr([rows[i] for i in range(0, len(rows), max(1, len(rows) // 64))]).encode())
 
 
 def _same_rows(state: dict[str, Any], rows: Sequence[Row]) -> None:

@@ -110,8 +110,7 @@ def sums_pairs(n: int, seed: int = 0, test: bool = False) -> list[Row]:
     """
     rng, rows = random.Random(derive_seed("sums pairs", seed, str(test))), []
     for problem in problems(n, seed, test):
-        off = rng.choice([d for d in (-10, -2, -1, 1, 2, 10) if problem.answer + d > 0])
-        wrong = problem.answer + off
+        wrong = problem.answer + rng.choice([d for d in (-10, -2, -1, 1, 2, 10) if problem.answer + d > 0])
         text = str(wrong) if rng.random() < 0.25 else rng.choice(STORIES).format(wrong=wrong, **problem._asdict())
         prompt, right = [{"role": "user", "content": problem.text}], _said(str(problem.answer))
         rows.append({"prompt": prompt, "chosen": right, "rejected": _said(text)})

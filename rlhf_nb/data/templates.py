@@ -148,8 +148,7 @@ def set_chat_template(tok: Any, template: str | None = None) -> Any:
     elif not tok.chat_template:
         probe: list[Message] = [{"role": "user", "content": ""}, {"role": "assistant", "content": ""}]
         for choice in TEMPLATES:
-            text = render_chats(tok, [probe], template=choice)[0]
-            ids = tok(text, add_special_tokens=False)["input_ids"]
+            ids = tok(render_chats(tok, [probe], template=choice)[0], add_special_tokens=False)["input_ids"]
             if tok.unk_token_id is None or tok.unk_token_id not in ids:
                 tok.chat_template = choice
                 return tok
@@ -356,8 +355,7 @@ def dialogue_pieces(
         mine = [next(pairs) for _ in t]
         if ask:  # what was said before needs no mask: its pieces are those of training, or the text is one piece
             plain = all(closed.startswith(opened) for _, _, opened, closed in mine)
-            spoken = [(opened, closed[len(opened) :]) for _, _, opened, closed in mine]
-            rows = _cut(tok, d, spoken, w) if plain else []
+            rows = _cut(tok, d, [(opened, closed[len(opened) :]) for _, _, opened, closed in mine], w) if plain else []
             out.append(rows if len(rows) == 1 else [[Piece(w, False, len(d) - 1)]])
         else:
             out.append(_cut(tok, d, [_answer(tok, *one) for one in mine], w))
@@ -518,8 +516,7 @@ def opens_answer(tok: Any) -> str:
     """What a chat template puts between a user's words and the answer, without white space at its ends; "" where it has
     no such mark."""
     words = "qzq"  # in no template
-    text = _render(tok, [[{"role": "user", "content": words}]], True, [None])[0]
-    return text.rpartition(words)[2].strip()
+    return _render(tok, [[{"role": "user", "content": words}]], True, [None])[0].rpartition(words)[2].strip()
 
 
 def as_chat(tok: Any, prompts: Sequence[Text], system: str | None = None, raw: bool = False) -> list[Text]:
@@ -750,8 +747,7 @@ def encode_answers(
     out: list[list[Answered]] = [[] for _ in prompts]
     texts = [i for i, c in enumerate(completions) if isinstance(c, str)]
     heads = encode_prompts(tok, [prompts[i] for i in texts])
-    tails = encode_continuations(tok, [str(completions[i]) for i in texts])
-    for i, head, tail in zip(texts, heads, tails):
+    for i, head, tail in zip(texts, heads, encode_continuations(tok, [str(completions[i]) for i in texts])):
         out[i].append((head, tail, [True] * len(tail)))
     chats = [i for i, c in enumerate(completions) if not isinstance(c, str)]
     given = None if tools is None else [tools[i] for i in chats]

@@ -99,8 +99,7 @@ def choice_bound(weights: Tensor) -> Tensor:
         weights: [B, n], probabilities.
     """
     w = weights.double()
-    nats: Tensor = math.log(w.shape[1]) + torch.special.xlogy(w, w).sum(1)
-    return nats
+    return math.log(w.shape[1]) + torch.special.xlogy(w, w).sum(1)  # type: ignore[no-any-return]
 
 # %% ../../nbs/decode/choose.ipynb #4bfba55b
 Weigher = Callable[[Rollout, int], tuple[Tensor, Tensor | None, int]]
@@ -112,8 +111,7 @@ def _score(reward: Any, r: Rollout, n: int) -> tuple[Tensor, int]:
     """Scores [groups, n] on the CPU, and how many tokens a model read for them."""
     rewards = reward if isinstance(reward, Rewards) else Rewards(reward)
     scores = rewards(r)[0].double().cpu().view(-1, n)
-    reads = any(hasattr(fn, "score_rollout") for fn in rewards.fns)
-    return scores, int(r.completion_lens.sum()) if reads else 0
+    return scores, int(r.completion_lens.sum()) if any(hasattr(fn, "score_rollout") for fn in rewards.fns) else 0
 
 
 def weigh_best(reward: Any) -> Weigher:

@@ -8,7 +8,6 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -175,8 +174,7 @@ def _nats(choose: Chooser, own: Tensor, moved: Tensor, place: int) -> Tensor:
     """KL [B] at one place, from what answers are drawn of to what the policy says: logits [B, V] of both."""
     plain, w = choose.weights(own, place)[0], choose.weights(moved, place)[1]
     q = w / w.sum(-1, keepdim=True)
-    nats: Tensor = (torch.special.xlogy(q, q) - torch.where(q > 0, q * plain, 0.0)).sum(-1)
-    return nats
+    return (torch.special.xlogy(q, q) - torch.where(q > 0, q * plain, 0.0)).sum(-1)  # type: ignore[no-any-return]
 
 
 def _drawn(model: Any, writing: _Writing, request: Request) -> tuple[Rollout, dict[str, Any]]:
@@ -243,10 +241,9 @@ class Constrained(Decoder):
 
             try:
                 if key not in _TABLES:
-                    made = from_tokenizer(tokenizer, n_vocab=size, eos_token=list(ends))
                     while len(_TABLES) >= 4:
                         _TABLES.pop(next(iter(_TABLES)))
-                    _TABLES[key] = (made, tokenizer)
+                    _TABLES[key] = (from_tokenizer(tokenizer, n_vocab=size, eos_token=list(ends)), tokenizer)
                 table = _TABLES[key][0]
             except ValueError as e:
                 raise ConfigError(
@@ -277,5 +274,4 @@ class Constrained(Decoder):
         whole, n = writing.whole(), int(r.completion_lens.sum())
         if (cut := round((1 - whole) * len(r))) and self.begun is None:
             log.warning(f"{cut} of {len(r)} answers were cut at max_new_tokens={sampling.max_new_tokens}: raise it.")
-        gains = {"whole": whole, "ms of masks per token": 1000 * writing.seconds / n}
-        return self.pay(r, begin, gains=gains, **kl)
+        return self.pay(r, begin, gains={"whole": whole, "ms of masks per token": 1000 * writing.seconds / n}, **kl)

@@ -204,11 +204,10 @@ def cut_rollout(r: Rollout, stops: Stops, tokenizer: Any) -> tuple[Rollout, Tens
     device, width = r.completion_ids.device, max(lens)
     stopped = torch.tensor([e is not None for e in ends], device=device)
     kept = torch.arange(width, device=device) < torch.tensor(lens, device=device)[:, None]
-    logps = None if r.rollout_logps is None else r.rollout_logps[:, :width].masked_fill(~kept, 0.0)
     cut = replace(
         r, completion_ids=r.completion_ids[:, :width].masked_fill(~kept, pad_id(tokenizer)), completion_mask=kept,
         completion_lens=torch.tensor(lens, device=device), finished=r.finished | stopped, texts=texts,
-        rollout_logps=logps,
+        rollout_logps=None if r.rollout_logps is None else r.rollout_logps[:, :width].masked_fill(~kept, 0.0),
     )  # fmt: skip
     return cut, stopped
 

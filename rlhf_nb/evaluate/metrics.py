@@ -83,8 +83,7 @@ def describe(
         finished: [B], whether an answer ended by itself; None: unknown.
         level: of the intervals. Diversity is a number of the whole set and has none.
     """
-    words = [len(t.split()) for t in texts]
-    long = ("words", words) if lengths is None else ("length", lengths)
+    long = ("words", [len(t.split()) for t in texts]) if lengths is None else ("length", lengths)
     out = {long[0]: mean_interval(long[1], clusters, level)}
     shares: dict[str, Any] = {"refusals": map(is_refusal, texts), "repetition": map(repetition, texts)}
     shares |= {} if finished is None else {"finished": finished}

@@ -130,8 +130,7 @@ class PolicyEval:
     @property
     def kl(self) -> dict[str, MeanError]:
         """KL(policy ‖ reference) per answer by k1 and k3, each with its standard error; empty without a reference."""
-        parts = {"k1": self.kl_k1, "k3": self.kl_k3}
-        return {k: mean_and_error(v) for k, v in parts.items() if v is not None}
+        return {k: mean_and_error(v) for k, v in {"k1": self.kl_k1, "k3": self.kl_k3}.items() if v is not None}
 
     def summary(self, against: PolicyEval | None = None) -> dict[str, float]:
         """Flat numbers for logs: each reward's mean, `_std` and `_stderr`, KL and its error, length, finished; win
@@ -232,8 +231,7 @@ def in_turns(parts: Sequence[PolicyEval | None], pad_id: int = 0) -> PolicyEval:
     scores = {k: torch.cat([p.scores[k] for p in shares])[order] for k in shares[0].scores}
     k1, k3 = ([getattr(p, k) for p in shares] for k in ("kl_k1", "kl_k3"))
     kl = [None if parts_[0] is None else torch.cat(parts_)[order] for parts_ in (k1, k3)]
-    paid = [p.cost for p in shares if p.cost is not None]
-    return PolicyEval(rollout, scores, kl[0], kl[1], total(paid))
+    return PolicyEval(rollout, scores, kl[0], kl[1], total([p.cost for p in shares if p.cost is not None]))
 
 # %% ../../nbs/evaluate/policy.ipynb #8837e207
 def before_after(

@@ -128,8 +128,7 @@ def rounding_kl(model: Any, copy: nn.Module, new_tokens: int = 32) -> Tensor:
             "tokens, and no KL can be formed."
         )
     p, q = full.log_softmax(-1), rounded.log_softmax(-1)
-    kl: Tensor = (p.exp() * (p - q)).sum(-1).clamp(min=0)
-    return kl
+    return (p.exp() * (p - q)).sum(-1).clamp(min=0)  # type: ignore[no-any-return]
 
 # %% ../../nbs/export/formats.ipynb #a868007
 _TABLE = table_of("export/tables.yaml")
@@ -260,8 +259,7 @@ def export_model(
                     f"keeps it all the same. Nothing was left in {str(out)!r}."
                 )
         files = {p.name: p for p in sorted(folder.iterdir()) if p.is_file()}
-        size = sum(p.stat().st_size for p in files.values())
-        done = Exported(out, mean, worst, size, source.bytes, notes)
+        done = Exported(out, mean, worst, sum(p.stat().st_size for p in files.values()), source.bytes, notes)
         _describe(done, source, files, folder)
     for name in set(earlier) - {*files, EXPORT_RECORD, "README.md"}:
         (out / name).unlink(missing_ok=True)

@@ -106,8 +106,7 @@ class _BranchAttention(torch.autograd.Function):
         keys, values, dkeys, dvalues = (x.transpose(0, 1) for x in (k, v, dk, dv))
         for (own, seen), p in zip(ctx.blocks, kept, strict=True):
             x, gx = _rows_of(q[own], k.shape[1]).mul_(ctx.scale), _rows_of(g[own], k.shape[1])
-            dp = torch.bmm(gx, _read(values, seen).transpose(1, 2))
-            ds = torch._softmax_backward_data(dp, p, -1, p.dtype)
+            ds = torch._softmax_backward_data(torch.bmm(gx, _read(values, seen).transpose(1, 2)), p, -1, p.dtype)
             _put_rows(dq[own], torch.bmm(ds, _read(keys, seen)).mul_(ctx.scale))
             _add(dkeys, seen, torch.bmm(ds.transpose(1, 2), x))
             _add(dvalues, seen, torch.bmm(p.transpose(1, 2), gx))
@@ -122,8 +121,7 @@ def _rows_of(x: Tensor, shared: int) -> Tensor:
 
 def _put_rows(x: Tensor, rows: Tensor) -> None:
     """The opposite of `_rows_of`, into x."""
-    by_key = rows.view(len(rows), -1, len(x), x.shape[-1])
-    x.view(len(x), len(rows), -1, x.shape[-1]).copy_(by_key.permute(2, 0, 1, 3))
+    x.view(len(x), len(rows), -1, x.shape[-1]).copy_(rows.view(len(rows), -1, len(x), x.shape[-1]).permute(2, 0, 1, 3))
 
 # %% ../../nbs/fast/attention.ipynb #6fd664cc
 def branch_attention(q: Tensor, k: Tensor, v: Tensor, branches: Branches, scale: float) -> Tensor:
@@ -392,14 +390,12 @@ def difference(name: str, s: AttentionShape) -> str:
     mask = (row == row[:, None]) & ((branch == 0) | (branch == branch[:, None]))
     scale, learns = s.size**-0.5, _learns(name, s.device)
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
-        wide = [x.double() for x in qkv]
         masked = partial(row_attention, rows=1, mask=mask.tril()[None, None], scale=scale)
-        plain = _with_gradients(masked, wide, g.double(), learns)
+        plain = _with_gradients(masked, [x.double() for x in qkv], g.double(), learns)
         try:
             with torch.autocast(s.device.type, enabled=False):
                 rule, there = kernel.rule(TRIED, s.device), [x.to(s.device) for x in (*qkv, g)]
-                attend = lambda q, k, v: kernel.attend(q, k, v, rule, scale)
-                ours = _with_gradients(attend, there[:3], there[3], learns)
+                ours = _with_gradients(lambda q, k, v: kernel.attend(q, k, v, rule, scale), there[:3], there[3], learns)
         except torch.OutOfMemoryError:
             raise
         except Exception as e:  # of a compiler, a package, a card: the plain way is always there

@@ -135,8 +135,7 @@ class Blocks:
 
     def __init__(self, body: nn.Module, dtype: torch.dtype, fuse: bool) -> None:
         b: Any = body
-        config = b.config
-        self.body, self.config, self.dtype, self.fuse = b, config, dtype, fuse
+        self.body, self.config, self.dtype, self.fuse = b, b.config, dtype, fuse
         self.heads, self.kv_heads, self.head_dim = attention_shape(body)[2:]
         self.learned_positions = hasattr(b, "wpe")
 

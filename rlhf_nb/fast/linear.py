@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..core import with_value
 from . import kernels
 from .support import enabled
 from .workers import HUGE
@@ -46,8 +47,7 @@ class _RMSNorm(torch.autograd.Function):
         xhat = x * r
         by_x = xhat * g
         dw = by_x.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
-        mean = (by_x @ w).div_(-x.shape[-1]).unsqueeze(-1)
-        return (g * w).addcmul_(xhat, mean).mul_(r), dw, None
+        return (g * w).addcmul_(xhat, (by_x @ w).div_(-x.shape[-1]).unsqueeze(-1)).mul_(r), dw, None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, rounded: bool = False) -> Tensor:
@@ -264,11 +264,8 @@ def half_copies(module: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
     if not weights or sum(w.numel() for w in weights) > HUGE:
         yield
         return
-    token = _copies.set(_Copies(weights, dtype))
-    try:
+    with with_value(_copies, _Copies(weights, dtype)):
         yield
-    finally:
-        _copies.reset(token)
 
 
 def _is_wide(w: Tensor) -> bool:

@@ -10,8 +10,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from importlib.util import find_spec
 from operator import attrgetter
@@ -19,6 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+
+from ..core import with_value
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -31,14 +32,9 @@ __all__ = ['LIBRARIES', 'MOVERS', 'FAMILIES', 'VERIFIED', 'use_fast', 'enabled',
 _on: ContextVar[bool] = ContextVar("fast", default=True)
 
 
-@contextmanager
-def use_fast(on: bool) -> Iterator[None]:
+def use_fast(on: bool) -> AbstractContextManager[bool]:
     """Inside, fast paths may be taken (True) or not (False); `RLHF_NB_FAST=0` turns them off whatever this says."""
-    token = _on.set(on)
-    try:
-        yield
-    finally:
-        _on.reset(token)
+    return with_value(_on, on)
 
 
 def enabled() -> bool:
@@ -210,11 +206,10 @@ def fast_families() -> dict[str, bool]:
     spec = find_spec("transformers")
     assert spec is not None and spec.origin is not None
     models = Path(spec.origin).parent / "models"
-    files = {name: models / family / f"modeling_{family}.py" for name, family in FAMILIES.items()}
     return {
         name.removesuffix("Model"): file.is_file()
         and fingerprint(file.read_text(encoding="utf-8"), name.removesuffix("Model")) in VERIFIED
-        for name, file in files.items()
+        for name, file in {name: models / family / f"modeling_{family}.py" for name, family in FAMILIES.items()}.items()
     }
 
 

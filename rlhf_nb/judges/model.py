@@ -34,9 +34,8 @@ def label_ids(tokenizer: Any, labels: Sequence[str], chat: bool, glue: str = " "
         ModelError: a label holds an unknown word, or begins with another label.
     """
     if chat:
-        ask = [{"role": "user", "content": "?"}]
         replies: list[Any] = [[{"role": "assistant", "content": label}] for label in labels]
-        ids = [row[1] for row in encode_pairs(tokenizer, [ask] * len(labels), replies)]
+        ids = [row[1] for row in encode_pairs(tokenizer, [[{"role": "user", "content": "?"}]] * len(labels), replies)]
     else:
         ids = encode_continuations(tokenizer, [glue + label for label in labels])
     while all(len(row) > 1 for row in ids) and len({row[-1] for row in ids}) == 1:

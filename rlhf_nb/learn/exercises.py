@@ -225,8 +225,7 @@ def _majority(votes: list[list[str]]) -> list[str]:
 
 def _orders(rng: random.Random) -> Iterator[tuple[Any, ...]]:
     """Rows (rater, first answer, chosen answer): one rater takes the first, one knows, one likes the second."""
-    small = [("A", "x", "x"), ("A", "y", "y"), ("B", "x", "x"), ("B", "y", "x"), ("C", "x", "y"), ("C", "y", "x")]
-    yield (small,)
+    yield ([("A", "x", "x"), ("A", "y", "y"), ("B", "x", "x"), ("B", "y", "x"), ("C", "x", "y"), ("C", "y", "x")],)
     for n in (8, 12, 12, 20, 20):
         (lazy, keen, _), rows = rng.sample("ABC", 3), list[tuple[str, str, str]]()
         for rater in "ABC":
@@ -269,8 +268,7 @@ def _scored(rng: random.Random) -> Iterator[tuple[Any, ...]]:
     """Proxy and gold of m answers without ties, and how many of them are drawn."""
     yield [0.2, 0.9], [1.0, 3.0], 1
     for m, n in ((2, 2), (3, 2), (6, 3), (6, 4), (8, 8), (8, 2)):
-        proxy = rng.sample([x / 10 for x in range(50)], m)
-        yield proxy, [round(rng.gauss(0, 1), 2) for _ in range(m)], n
+        yield rng.sample([x / 10 for x in range(50)], m), [round(rng.gauss(0, 1), 2) for _ in range(m)], n
 
 
 def _best_of(proxy: list[float], gold: list[float], n: int) -> float:

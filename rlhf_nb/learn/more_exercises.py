@@ -364,8 +364,7 @@ def _four_logps(rng: random.Random) -> Iterator[tuple[Any, ...]]:
 def _dpo_loss(chosen: float, rejected: float, ref_chosen: float, ref_rejected: float, beta: float) -> float:
     """DPO's loss, by the package."""
     four = torch.tensor([[chosen], [rejected], [ref_chosen], [ref_rejected]], dtype=torch.float64)
-    pair = PairLogps(four[0], four[1], four[2], four[3], torch.ones(1), torch.ones(1))
-    return float(dpo(pair, beta=beta))
+    return float(dpo(PairLogps(four[0], four[1], four[2], four[3], torch.ones(1), torch.ones(1)), beta=beta))
 
 
 def _best_policies(rng: random.Random) -> Iterator[tuple[Any, ...]]:

@@ -48,8 +48,7 @@ def kl_shaped_rewards(
         )
     rewards = torch.where(mask, -kl_coef * kl_estimate(logps, ref_logps, kind), 0.0)
     place = torch.arange(1, mask.shape[1] + 1, device=mask.device) * mask
-    is_last = mask & (place == place.amax(1, keepdim=True))
-    return torch.where(is_last, rewards + wide(scores[:, None]), rewards)
+    return torch.where(mask & (place == place.amax(1, keepdim=True)), rewards + wide(scores[:, None]), rewards)
 
 # %% ../../nbs/losses/advantages.ipynb #db685bab
 def _discounted_suffix_sums(x: Tensor, factor: float) -> Tensor:

@@ -39,8 +39,7 @@ def keep_likeliest(logits: Float[Tensor, "N V"], k: int | None) -> tuple[Float[T
 
 def _with_rest(logps: Tensor, ids: Tensor) -> Tensor:
     """[N, k + 1], log-probs of the chosen tokens, and of all others together."""
-    others = logps.scatter(-1, ids, -math.inf).logsumexp(-1, keepdim=True)
-    return torch.cat([logps.gather(-1, ids), others], -1)
+    return torch.cat([logps.gather(-1, ids), logps.scatter(-1, ids, -math.inf).logsumexp(-1, keepdim=True)], -1)
 
 
 def divergence(

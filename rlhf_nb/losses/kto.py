@@ -66,8 +66,7 @@ def kto(
 
     Source: Ethayarajh et al., arXiv 2402.01306, section 4.
     """
-    side = _sides(log_ratios, labels, kl)
-    return torch.sigmoid(-beta * side * (wide(log_ratios) - kl))
+    return torch.sigmoid(-beta * _sides(log_ratios, labels, kl) * (wide(log_ratios) - kl))
 
 # %% ../../nbs/losses/kto.ipynb #69ae1754
 def apo_zero_unpaired(
@@ -105,8 +104,7 @@ def bco(
 
     Source: Jung et al., arXiv 2404.04656, section 4.
     """
-    side = _sides(log_ratios, labels, delta)
-    return -F.logsigmoid(side * (beta * wide(log_ratios) - delta))
+    return -F.logsigmoid(_sides(log_ratios, labels, delta) * (beta * wide(log_ratios) - delta))
 
 # %% ../../nbs/losses/kto.ipynb #914083d9
 def mismatched_kl(log_ratios: Float[Tensor, "B"]) -> Float[Tensor, ""]:

@@ -114,8 +114,7 @@ def dpo(
     Source: Rafailov et al., arXiv 2305.18290, eq. 7; smoothing: Mitchell, "A note on DPO with noisy preferences"
         (2023).
     """
-    margin = beta * _gap(log_ratios(pair, divergence, alpha))
-    return logistic(margin, label_smoothing)
+    return logistic(beta * _gap(log_ratios(pair, divergence, alpha)), label_smoothing)
 
 # %% ../../nbs/losses/preference.ipynb #88d35176
 def robust(
@@ -346,8 +345,7 @@ def aot(pair: PairLogps, *, beta: float, label_smoothing: float = 0.0) -> Float[
     log_ratios(pair)  # for its checks
     assert pair.ref_chosen is not None and pair.ref_rejected is not None
     ref = (wide(pair.ref_chosen) - wide(pair.ref_rejected)).detach().sort().values
-    margin = beta * ((wide(pair.chosen) - wide(pair.rejected)).sort().values - ref)
-    return logistic(margin, label_smoothing)
+    return logistic(beta * ((wide(pair.chosen) - wide(pair.rejected)).sort().values - ref), label_smoothing)
 
 
 def aot_unpaired(pair: PairLogps, *, beta: float, label_smoothing: float = 0.0) -> Float[Tensor, "B"]:
@@ -364,8 +362,7 @@ def aot_unpaired(pair: PairLogps, *, beta: float, label_smoothing: float = 0.0) 
     Source: Melnyk et al., arXiv 2406.05882, unpaired variant.
     """
     chosen, rejected = log_ratios(pair)
-    margin = beta * (chosen.sort().values - rejected.sort().values)
-    return logistic(margin, label_smoothing)
+    return logistic(beta * (chosen.sort().values - rejected.sort().values), label_smoothing)
 
 # %% ../../nbs/losses/preference.ipynb #dadc98a5
 def mean_logps(pair: PairLogps) -> tuple[Float[Tensor, "B"], Float[Tensor, "B"]]:
@@ -409,8 +406,7 @@ def cpo(pair: PairLogps, *, beta: float, label_smoothing: float = 0.0) -> Float[
 
     Source: Xu et al., arXiv 2401.08417, eq. 3.
     """
-    margin = beta * _gap(sum_logps(pair))
-    return logistic(margin, label_smoothing)
+    return logistic(beta * _gap(sum_logps(pair)), label_smoothing)
 
 # %% ../../nbs/losses/preference.ipynb #3bda0dda
 def log_odds(pair: PairLogps) -> tuple[Float[Tensor, "B"], Float[Tensor, "B"]]:
@@ -624,8 +620,7 @@ class PairOptions:
     delta: Tensor | float | None = None  # bco_pair: running mean of the rewards
 
     def __post_init__(self) -> None:
-        low = {"label_smoothing": 0.0, "tau": 1e-9, "gamma": 0.0, "penalty": 0.0}
-        for name, bound in low.items():
+        for name, bound in {"label_smoothing": 0.0, "tau": 1e-9, "gamma": 0.0, "penalty": 0.0}.items():
             value = getattr(self, name)
             if value is not None and not bound <= value < math.inf:
                 raise ConfigError(f"{name}: {value} must be a number ≥ {bound:g}.")

@@ -180,5 +180,4 @@ def group_step_advantages(
     check_choice("scale", scale, ("group", "batch", "none"))
     if scale != "none":
         away = away / ((square / free.clamp(min=1)).sqrt() + eps)
-    each = away.view(-1, most).gather(1, number.clamp(max=most - 1))
-    return torch.where(mask, each, 0.0)
+    return torch.where(mask, away.view(-1, most).gather(1, number.clamp(max=most - 1)), 0.0)

@@ -643,8 +643,7 @@ def load_scalar(
     if kind != "adapter" or (Path(where) / "config.json").exists():
         config = pretrained(AutoConfig, where, trust_remote_code=trust_remote_code)
     about = dict(getattr(config, "reward_head", None) or {})
-    role = getattr(config, "reward_role", cls.role)
-    if role == "value" and cls.role == "reward":
+    if getattr(config, "reward_role", cls.role) == "value" and cls.role == "reward":
         raise ModelError(f"{where!r} is a value model, not a reward model. Load it with ValueModel.load.")
     extra = {"pooling": about["pooling"]} if cls.role == "reward" and "pooling" in about else {}
     if kind == "adapter":

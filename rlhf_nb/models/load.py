@@ -150,8 +150,7 @@ def load_tokenizer(cfg: ModelConfig) -> Any:
                 )
             name = str(local)
         kind: Any = PreTrainedTokenizerFast if _generic_tokenizer(local) else AutoTokenizer
-        trust = cfg.trust_remote_code
-        tokenizer = pretrained(kind, name, "tokenizer", trust_remote_code=trust, revision=cfg.revision)
+        tokenizer = pretrained(kind, name, "tokenizer", trust_remote_code=cfg.trust_remote_code, revision=cfg.revision)
     if cfg.chat_template is not None:
         tokenizer.chat_template = template_of(cfg.chat_template)
     if done := ensure_pad(tokenizer):
@@ -622,8 +621,7 @@ def staged(directory: str | Path, what: str) -> Iterator[Path]:
 # %% ../../nbs/models/load.ipynb #060a50d5
 def probe_ids(vocab_size: int, device: torch.device | str = "cpu") -> Tensor:
     """int64[2, 12] token ids, always the same, to compare two models on."""
-    g = torch.Generator().manual_seed(20220304)
-    return torch.randint(0, vocab_size, (2, 12), generator=g).to(device)
+    return torch.randint(0, vocab_size, (2, 12), generator=torch.Generator().manual_seed(20220304)).to(device)
 
 
 def compare_outputs(saved: Tensor, model: Tensor, what: str, where: str | Path) -> float:

@@ -176,8 +176,7 @@ def _vocabulary(model: ModelTensors) -> dict[str, int] | None:
 
     for folder in (model.own, model.folder):
         if any((folder / f).is_file() for f in ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")):
-            vocabulary: dict[str, int] = pretrained(AutoTokenizer, str(folder), "tokenizer").get_vocab()
-            return vocabulary
+            return pretrained(AutoTokenizer, str(folder), "tokenizer").get_vocab()  # type: ignore[no-any-return]
     return None
 
 

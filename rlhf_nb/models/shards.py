@@ -121,8 +121,7 @@ def _merged_by_peft(place: str, folder: Path, own: Path, config: Any) -> dict[st
         raise ModelError(
             f"the adapter {place!r} changes {strange[0]}, which {str(folder)!r} lacks: it belongs to another model."
         )
-    state: dict[str, Tensor] = model.merge_and_unload().state_dict()
-    return state
+    return model.merge_and_unload().state_dict()  # type: ignore[no-any-return]
 
 # %% ../../nbs/models/shards.ipynb #9269d681
 def _place_of(place: str) -> tuple[Path | None, Path, Path]:

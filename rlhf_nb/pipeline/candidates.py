@@ -55,10 +55,9 @@ def range_of(key: str, said: Mapping[str, Any]) -> Range:
     Raises:
         ConfigError: something else, or no range.
     """
-    extra = set(said) - {"low", "high", "log"}
     low, high, log = said.get("low"), said.get("high"), said.get("log", False)
     numbers = all(isinstance(x, int | float) and not isinstance(x, bool) for x in (low, high))
-    wrong = extra or not numbers or not isinstance(log, bool)
+    wrong = (set(said) - {"low", "high", "log"}) or not numbers or not isinstance(log, bool)
     if wrong or not low < high or (log and low <= 0):  # type: ignore[operator]
         raise ConfigError(
             f"{key}: {dict(said)} is no range. Write {{low: 1e-6, high: 1e-4, log: true}}, low below high, and above 0 "

@@ -119,9 +119,8 @@ def _settings(
     gates = merge(config.gates.to_dict(), {"on_failure": "go_back"})
     gates["trusted"] = [*gates["trusted"], *trusted]
     common = {k: getattr(config, k) for k in ("seed", "device", "eval_prompts")}
-    none = dict.fromkeys(("sft", "reward", "ppo"))
     own = {"output_dir": str(folder), "console": False, "gates": gates}
-    return PipelineConfig.model_validate({**none, **common, **own, **stages})
+    return PipelineConfig.model_validate({**dict.fromkeys(("sft", "reward", "ppo")), **common, **own, **stages})
 
 
 def check_settings(config: CycleConfig) -> None:
@@ -186,11 +185,10 @@ def learn(
     stages = {name: _stage(config, name, model, train, sizes[0]) for name in names}
     policy = RLHFPipeline(_settings(config, folder / "policy", stages, trusted), say)
     _run(policy)
-    made = policy.final_model()
     if refused := _reasons(policy):
         return None, refused
     checks = [c for v in policy.verdicts if v.stage == config.learn for c in v.checks]
-    return made, "; ".join(c.says for c in checks if c.name.startswith("wins")) or "it passed its gate"
+    return policy.final_model(), "; ".join(c.says for c in checks if c.name.startswith("wins")) or "it passed its gate"
 
 # %% ../../nbs/pipeline/cycle.ipynb #f9340012
 def judge_canary(said: Sequence[Feedback], old: str, new: str, least: int, margin: float) -> tuple[str, str]:
@@ -358,9 +356,8 @@ def _turn(
         write_json(folder / "rows.json", ready)
     else:
         say(f"going on with {folder}.")
-    current = str(versions.path(str(versions.current)))
     rows = (folder / "train.jsonl", folder / "judge.jsonl")
-    model, reason = learn(config, folder, current, *rows, tuple(ready["sizes"]), say)
+    model, reason = learn(config, folder, str(versions.path(str(versions.current))), *rows, tuple(ready["sizes"]), say)
     made = None
     if model is not None:
         about = {"cycle": str(folder), "turn": folder.name, "feedback": str(store.path), "rows": sum(ready["sizes"])}

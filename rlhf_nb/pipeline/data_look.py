@@ -179,8 +179,7 @@ def _judgement(row: Row, turned: bool = False) -> bytes | None:
         first, second = ("rejected", "chosen") if turned else ("chosen", "rejected")
         return row_key({"prompt": row["prompt"], "chosen": row[first], "rejected": row[second]})
     if "completion" in row and "label" in row:
-        label = disliked(row) is turned
-        return row_key({"prompt": row["prompt"], "completion": row["completion"], "label": label})
+        return row_key({"prompt": row["prompt"], "completion": row["completion"], "label": disliked(row) is turned})
     return None
 
 

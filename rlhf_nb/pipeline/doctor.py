@@ -26,7 +26,7 @@ from .stages import PipelineConfig, RLHFPipeline, make_base
 from ..console import tell
 from ..config import DataConfig, ModelConfig, TrainConfig
 from ..core import ConfigError, DataError, Precision, RlhfError, decide_precision, printable, probe_gpu
-from ..core import read_interval
+from ..core import grouped, read_interval
 from ..data.formats import DataWarning, prompt_text
 from ..data.templates import as_chat, speaks_chat, template_of
 from ..data.sources import LengthReport, deduplicate, length_report, row_lengths
@@ -161,8 +161,7 @@ def check_data(rows: list[Row], tokenizer: Any, config: TextConfig, kind: RowKin
     ]
     learnt = [any(t == tokenizer.eos_token_id and (m is None or m[i]) for i, t in enumerate(ids)) for ids, m in answers]
     if sum(learnt) < len(learnt) / 2:
-        n = len(learnt) - sum(learnt)
-        out.append(finding("eos_not_learnt", n=n, answers=len(learnt), eos=tokenizer.eos_token))
+        out.append(finding("eos_not_learnt", n=len(learnt) - sum(learnt), answers=len(learnt), eos=tokenizer.eos_token))
     if window is not None and longest > window:
         key = "data.max_prompt_length or sampling.max_new_tokens" if kind == "prompt" else "data.max_length"
         out.append(finding("beyond_window", longest=longest, window=window, key=key))
@@ -299,8 +298,7 @@ _LIGHTER: tuple[tuple[str, Any], ...] = (  # what needs less memory, the least h
 def _unsaid(config: TextConfig, key: str) -> bool:
     """Whether a setting exists and was left to its default."""
     group, _, last = key.rpartition(".")
-    part = getattr(config, group) if group else config
-    return bool(config.has(key)) and last not in part.model_fields_set
+    return bool(config.has(key)) and last not in (getattr(config, group) if group else config).model_fields_set
 
 
 def _with(config: TextConfig, key: str, value: Any) -> Any:
@@ -561,9 +559,7 @@ def _tellers(rows: list[Row], kind: RowKind) -> dict[str, list[bool]]:
     middle = statistics.median(len(prompt_text(r["completion"])) for r in rows)
     out = {"the length": [(len(prompt_text(r["completion"])) > middle) == r["label"] for r in rows]}
     for name in (n for n, v in rows[0].items() if isinstance(v, str) and n not in ("prompt", "completion")):
-        votes: dict[str, list[bool]] = {}
-        for r in rows:
-            votes.setdefault(str(r.get(name)), []).append(bool(r["label"]))
+        votes = grouped((str(r.get(name)) for r in rows), (bool(r["label"]) for r in rows))
         apart = {v: sum(x) / len(x) for v, x in votes.items()}
         if 1 < len(votes) <= 20 and max(apart.values()) - min(apart.values()) > 0.5:
             out[f"the column {name}"] = [(apart[str(r.get(name))] > 0.5) == bool(r["label"]) for r in rows]
@@ -635,9 +631,8 @@ def load_start(model: ModelConfig) -> StageStart:
     if (world := model_world(name)) and world.model and world.tokenizer:
         return StageStart(world.tokenizer(), world.model().config)
     kind, where = find_model(name)
-    token_place = str(model.tokenizer or where)
     options: dict[str, Any] = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
-    tokenizer = pretrained(AutoTokenizer, token_place, "tokenizer", **options)
+    tokenizer = pretrained(AutoTokenizer, str(model.tokenizer or where), "tokenizer", **options)
     if kind == "adapter":
         where = find_model(base_of_adapter(where))[1]
     if model.chat_template is not None:
@@ -718,8 +713,7 @@ def examine(config: TextConfig | RLAIFConfig, start: StageStart | None = None) -
         out += found + (check_threads() if precision.device.type == "cpu" else [])
         out += check_loading(config, precision)
         if start is not None:
-            need = estimate_memory(start.model_config, config, precision)
-            out += check_memory(need, free_bytes(precision.device))
+            out += check_memory(estimate_memory(start.model_config, config, precision), free_bytes(precision.device))
             if not any(f.level == "error" for f in out):
                 out += check_distance(config, start, rows) + check_cost(config, start, rows, precision)
     out += check_saving(config)

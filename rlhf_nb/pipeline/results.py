@@ -56,9 +56,8 @@ def _policies(policies: dict[str, dict[str, float]]) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for stage, p in policies.items():
         wins = p.get(f"win_rate_{judges[0]}")
-        cells = [f"{p[j]:.2f} ± {p[f'{j}_std']:.2f}" for j in judges]
         more = [f"{p['kl']:.2f}" if "kl" in p else "–", "–" if wins is None else f"{wins:.0%}", f"{p['length']:.0f}"]
-        table.add_row(Text(printable(stage)), *cells, *more)
+        table.add_row(Text(printable(stage)), *([f"{p[j]:.2f} ± {p[f'{j}_std']:.2f}" for j in judges]), *more)
     return table
 
 # %% ../../nbs/pipeline/results.ipynb #ab100002

@@ -241,8 +241,7 @@ def train_on_labels(config: RLAIFConfig) -> PipelineConfig:
     if "ppo" in stages:
         stages["ppo"]["sampling"] = config.sampling.to_dict()
     common = {k: getattr(config, k) for k in ("output_dir", "seed", "device", "console")} | {"data": config.data.path}
-    none = dict.fromkeys(CLASSIC)
-    return PipelineConfig.model_validate({**none, **common, "rlaif": config.to_dict(), **stages})
+    return PipelineConfig.model_validate({**dict.fromkeys(CLASSIC), **common, "rlaif": config.to_dict(), **stages})
 
 # %% ../../nbs/pipeline/stages.ipynb #16305413
 class StagePlan:
@@ -685,15 +684,10 @@ def judge_pair(plan: StagePlan, stage: str, start: str, judges: dict[str, Any]) 
         judges: rewards by name; none: only lengths and KL are measured.
     """
     trust, seed = plan.stage_config(stage).model.trust_remote_code, derive_seed(plan.config.seed, "gate")
-    rewards = judges or {"none": _no_opinion}
+    rewards = judges or {"none": lambda prompts, completions, **columns: [0.0] * len(completions)}
     old, model = _answers_of(plan, start, trust, rewards, None, seed)
     new, _ = _answers_of(plan, str(plan.model_dir(stage)), trust, rewards, model, seed)
     return old, new
-
-
-def _no_opinion(prompts: list[Any], completions: list[str], **columns: Any) -> list[float]:
-    """A judge without an opinion, where only lengths and KL are measured."""
-    return [0.0] * len(completions)
 
 # %% ../../nbs/pipeline/stages.ipynb #ac8cd17e
 def collect_results(plan: StagePlan, judged: dict[str, PolicyEval]) -> dict[str, Any]:

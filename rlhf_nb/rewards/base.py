@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..config import ModelConfig
-from ..core import ConfigError, ModelError, RewardError, check_choice, did_you_mean, stops_at_once
+from ..core import ConfigError, ModelError, RewardError, check_choice, did_you_mean, grouped, stops_at_once
 from ..data.foreign import render_chats
 from ..models.load import load_tokenizer, other_token
 from ..scoring.trees import TOKEN_BUDGET
@@ -295,10 +295,7 @@ def _units(fn: Any, rollout: Rollout) -> list[list[int]]:
     """Rows that are asked about together: each alone, or, of what compares answers, those to the same prompt."""
     if not getattr(fn, "compares", False):
         return [[row] for row in range(len(rollout))]
-    groups: dict[str, list[int]] = {}
-    for row, prompt in enumerate(rollout.prompts):
-        groups.setdefault(repr(prompt), []).append(row)
-    return list(groups.values())
+    return list(grouped(map(repr, rollout.prompts), range(len(rollout))).values())
 
 
 def _row_by_row(
@@ -491,8 +488,7 @@ class Rewards:
             for fn, name in zip(self.fns, self.names, strict=True)
         ]
         how = [*self.patience, *[_Patience(self.timeout)] * (len(calls) - len(self.patience))]  # some are added later
-        answers = _attempt_all(calls, how)
-        settled = zip(self.names, calls, answers, how, strict=True)
+        settled = zip(self.names, calls, _attempt_all(calls, how), how, strict=True)
         return [self._settle(name, *call, x, h.limit) for name, call, x, h in settled]
 
     def _settle(
@@ -605,8 +601,7 @@ class Ensemble:
     def score_rollout(self, rollout: Completions) -> tuple[Tensor, dict[str, Tensor]]:
         """Combined scores [B]; the members' own and their disagreement as parts."""
         scores = self.member_scores(rollout)
-        parts = {str(i): s for i, s in enumerate(scores)} | {"std": scores.std(0, correction=0)}
-        return self.combine(scores), parts
+        return self.combine(scores), {str(i): s for i, s in enumerate(scores)} | {"std": scores.std(0, correction=0)}
 
 # %% ../../nbs/rewards/base.ipynb #ca396bfa
 def apply_eos_penalty(

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..core import ConfigError, ModelError, check_choice, did_you_mean
+from ..core import ConfigError, ModelError, check_choice, did_you_mean, grouped
 from ..data.foreign import render_chats
 from ..data.formats import prompt_text
 from ..models.load import _generic_tokenizer, check_loaded, disable_dropout, find_model, pretrained
@@ -82,8 +82,7 @@ class ClassifierReward:
         text, template = completion_text(completion), self.reads == "both" and not isinstance(prompt, str)
         self.tokenizer.truncation_side = "left"
         if template and self.tokenizer.chat_template is not None:
-            messages = [*prompt, {"role": "assistant", "content": str(text)}]
-            whole = render_chats(self.tokenizer, [messages])[0]
+            whole = render_chats(self.tokenizer, [[*prompt, {"role": "assistant", "content": str(text)}]])[0]
             cut: dict[str, Any] = {"truncation": True, "max_length": self.longest, "add_special_tokens": False}
             return list(self.tokenizer(whole, **cut)["input_ids"])
         text = prompt_text(prompt) + ("" if isinstance(prompt, str) else "\n") + text if self.reads == "both" else text
@@ -95,11 +94,8 @@ class ClassifierReward:
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
         """Scores [B]."""
         rows = [self.ids(p, c) for p, c in zip(prompts, completions, strict=True)]
-        same: dict[int, list[int]] = {}
-        for i, ids in enumerate(rows):
-            same.setdefault(len(ids), []).append(i)
         device, out = next(self.model.parameters()).device, [0.0] * len(rows)
-        for places in same.values():
+        for places in grouped(map(len, rows), range(len(rows))).values():
             for start in range(0, len(places), self.batch_size):
                 some = places[start : start + self.batch_size]
                 batch = sent(torch.tensor([rows[i] for i in some]), device)

@@ -8,7 +8,6 @@ import re
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from typing import Any, Literal, NamedTuple
@@ -195,12 +194,10 @@ class PythonTests(AnswerReward):
                 words = {"unclear": len(unclear), "jobs": len(jobs), "first": unclear[0]}
                 warnings.warn(_SAID["unclear"].format(name=self.name, **words), stacklevel=3)
             self.unreadable += len(unclear)
-        return [None if r.unclear else self._share(r.passed) for r in self.results]
-
-    def _share(self, passed: Sequence[bool]) -> float:
-        """A program's reward by its tests."""
-        share = sum(passed) / len(passed)
-        return float(share == 1) if self.all_or_nothing else share
+        return [
+            None if r.unclear else float(all(r.passed)) if self.all_or_nothing else sum(r.passed) / len(r.passed)
+            for r in self.results
+        ]
 
     def _grade(self, code: str, tests: CodeTests, over: threading.Event) -> SandboxResult:
         """Scripts in one process, then each pair in its own; after a timeout (or a failure, if all must pass) the rest

@@ -69,8 +69,7 @@ class ProcessReward(RewardModelFn):
         here = c.prompt_ids.device
         ends = sent(ends, here)
         marked = Completions(*tokens, ends).to(device)
-        values = self.net.values(marked, self.token_budget).float()
-        return sent(values, here), ends
+        return sent(self.net.values(marked, self.token_budget).float(), here), ends
 
     def score(self, c: Completions, token_budget: int = TOKEN_BUDGET) -> Tensor:
         """Aggregates [B], as a reward model gives scores."""

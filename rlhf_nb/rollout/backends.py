@@ -128,8 +128,7 @@ def answers_to_tensors(
         raise ModelError(
             "The engine returned another number of log-probs than tokens, so they can't be told apart: ask it for none."
         )
-    padded = nn.utils.rnn.pad_sequence([torch.tensor(x) for x in logps], True, 0.0)
-    return ids, lens, finished, sent(padded, device)
+    return ids, lens, finished, sent(nn.utils.rnn.pad_sequence([torch.tensor(x) for x in logps], True, 0.0), device)
 
 # %% ../../nbs/rollout/backends.ipynb #2a8b2381
 def needs_scoring(r: Rollout, rule: str, sampler: Sampler, dtype: torch.dtype) -> bool:

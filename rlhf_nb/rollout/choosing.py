@@ -50,8 +50,7 @@ def _by_blocks(weights: Tensor, u: Tensor, size: int = 128) -> Tensor:
     inside = running_sum(blocks[torch.arange(len(u), device=u.device), block[:, 0]])
     rest = (at - F.pad(cdf, (1, 0)).gather(-1, block)).clamp_(min=0.0)
     rest = torch.minimum(rest, inside[:, -1:] * (1 - 2**-52))  # the two sums may differ in their last bit
-    token = torch.searchsorted(inside, rest, right=True)
-    return (block * size + token).squeeze(-1).clamp_(max=vocab - 1)
+    return (block * size + torch.searchsorted(inside, rest, right=True)).squeeze(-1).clamp_(max=vocab - 1)
 
 
 def inverse_cdf(weights: Tensor, u: Tensor) -> Tensor:

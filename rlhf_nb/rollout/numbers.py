@@ -46,5 +46,4 @@ def uniforms(
     key = _mix(_mix(_mix(head[0]) ^ head[1]) ^ uid.to(torch.int64))
     key = _mix(key ^ sample.to(torch.int64))
     places = torch.arange(length, device=uid.device) + (0 if start is None else start[:, None])
-    bits = _mix(key[:, None] + _GOLDEN * places)
-    return _shift(bits, 12).to(torch.float64) * 2.0**-52
+    return _shift(_mix(key[:, None] + _GOLDEN * places), 12).to(torch.float64) * 2.0**-52

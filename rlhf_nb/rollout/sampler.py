@@ -6,8 +6,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -16,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import SamplingConfig
-from ..core import ConfigError, DataError, ModelError
+from ..core import ConfigError, DataError, ModelError, eval_mode, with_fields
 from ..fast import decode as fast
 from ..fast.engine import write
 from ..fast.support import can_run, changed, changed_here, unwrapped
@@ -24,12 +23,13 @@ from .choosing import Chooser
 from .numbers import uniforms
 from ..types import PromptBatch, Rollout, along, fetch, host, sent
 
+_all_ = ["eval_mode"]  # of `core`
 log = logging.getLogger(__name__)
 
 # %% auto #0
-__all__ = ['log', 'Pick', 'CHECKED', 'Requests', 'earlier', 'addresses', 'plan_prompts', 'eval_mode', 'eos_ids',
-           'cache_bytes_per_token', 'may_share', 'generate', 'check_request', 'cut_at_eos', 'sample_tokens', 'draw',
-           'as_rollout', 'pad_id', 'sample']
+__all__ = ['log', 'Pick', 'CHECKED', 'Requests', 'earlier', 'addresses', 'plan_prompts', 'eos_ids', 'cache_bytes_per_token',
+           'may_share', 'generate', 'check_request', 'cut_at_eos', 'sample_tokens', 'draw', 'as_rollout', 'pad_id',
+           'sample', 'eval_mode']
 
 # %% ../../nbs/rollout/sampler.ipynb #e0896274
 class Requests(NamedTuple):
@@ -84,19 +84,6 @@ def plan_prompts(prompts: PromptBatch, num_samples: int) -> Requests:
     )  # fmt: skip
 
 # %% ../../nbs/rollout/sampler.ipynb #d2473623
-@contextmanager
-def eval_mode(model: nn.Module) -> Iterator[None]:
-    "Dropout off inside; afterwards every module is as it was (unlike `model.train()`, which switches all of them on)."
-    training = [m for m in model.modules() if m.training]
-    try:
-        for m in training:
-            m.training = False
-        yield
-    finally:
-        for m in training:
-            m.training = True
-
-
 def eos_ids(model: nn.Module, tokenizer: Any) -> list[int]:
     """Tokens that end a completion.
 
@@ -133,17 +120,15 @@ def _generate(model: Any, prompts: list[Tensor], pick: Pick, new_tokens: int, eo
     `pick` took."""
     from transformers import GenerationConfig, LogitsProcessorList
 
-    width, before = max(map(len, prompts)), model.generation_config
+    width = max(map(len, prompts))
     ids = torch.stack([F.pad(p, (width - len(p), 0), value=pad) for p in prompts])
     mask = torch.stack([F.pad(torch.ones_like(p), (width - len(p), 0)) for p in prompts])
 
     def choose(seen: Tensor, scores: Tensor) -> Tensor:
-        tokens = pick(seen.shape[1] - width, scores)
-        return torch.full_like(scores, -torch.inf).scatter_(1, tokens[:, None], 0.0)
+        return torch.full_like(scores, -torch.inf).scatter_(1, pick(seen.shape[1] - width, scores)[:, None], 0.0)
 
     how = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, pad_token_id=pad, eos_token_id=eos or None)
-    try:
-        model.generation_config = how  # the model's own may hold penalties that are not the policy's
+    with with_fields(model, generation_config=how):  # its own may hold penalties that are not the policy's
         model.generate(  # synced_gpus: each rank has all parameters here, and asks as often as its own rows need
             ids,
             attention_mask=mask,
@@ -151,8 +136,6 @@ def _generate(model: Any, prompts: list[Tensor], pick: Pick, new_tokens: int, eo
             logits_processor=LogitsProcessorList([choose]),
             synced_gpus=False,
         )
-    finally:
-        model.generation_config = before
 
 
 CHECKED = 6  # tokens after which a cache that goes wrong has shown it

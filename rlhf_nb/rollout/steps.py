@@ -181,8 +181,7 @@ def label_steps(
         shares = [counts[k] / n for k in own] + [float(end)]
         errors = [stderr_of_share(counts[k], n) for k in own] + [0.0]
         out.append({**row, "labels": [s > 0 for s in shares] if hard else shares, "stderr": errors, **columns})
-    steps = sum(map(len, begun.of))
-    return StepLabels(out, len(counts), steps - len(counts), drawn)
+    return StepLabels(out, len(counts), sum(map(len, begun.of)) - len(counts), drawn)
 
 # %% ../../nbs/rollout/steps.ipynb #32531e01
 def _in_steps(row: dict[str, Any], i: int, tok: Any, rule: StepRule) -> dict[str, Any]:

@@ -128,8 +128,7 @@ def parse_calls(
         except Exception as e:  # whatever a foreign template leads to
             return [], f"a call can't be read: {str(e).splitlines()[0] if str(e) else type(e).__name__}"
     elif form == "hermes":
-        blocks = _BLOCK.findall(text)
-        each = [_calls_in(block) for block in blocks]
+        each = [_calls_in(block) for block in _BLOCK.findall(text)]
     else:
         _, tag, behind = text.partition("<|python_tag|>")
         begins = bool(tag) or text.lstrip(" \n`json[").startswith("{")
@@ -174,8 +173,7 @@ def begin(call: Callable[[], Any], seconds: float) -> Future[Any]:
         try:
             answer = call()
             if inspect.isawaitable(answer):
-                waited = asyncio.wait_for(answer, seconds)
-                answer = asyncio.run_coroutine_threadsafe(waited, _Loop.get()).result()
+                answer = asyncio.run_coroutine_threadsafe(asyncio.wait_for(answer, seconds), _Loop.get()).result()
             future.set_result(answer)
         except BaseException as e:  # whatever foreign code raises, an exit included
             try:

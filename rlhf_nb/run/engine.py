@@ -390,11 +390,11 @@ def strategy_here(precision: Precision) -> Strategy:
     layout = Layout("single") if asked == "single" else layout_of(asked, int(os.environ.get("WORLD_SIZE", "1")))
     if layout.base not in ("single", "ddp"):
         return connect(asked, precision)
-    accelerator = connect_plain(precision.device) if layout.base == "ddp" else None
+    accelerator = connect_plain(precision.device, layout.bucket) if layout.base == "ddp" else None
     device = accelerator.device if accelerator else precision.device
     scaler = torch.amp.GradScaler(device.type) if precision.grad_scaler else None  # type: ignore[attr-defined]
     strategy = Strategy(device, accelerator, scaler, layout)
-    strategy.name = asked
+    strategy.name = asked.replace(f"+mb{layout.bucket}", "")
     return strategy
 
 # %% ../../nbs/run/engine.ipynb #6d1cba02
@@ -556,9 +556,10 @@ class Engine:
         return self.module, self.optimizer, self.settings
 
     @contextmanager
-    def inference(self) -> Iterator[None]:
-        """Without gradient, in the forward pass's number format, weights whole on every rank."""
-        with torch.no_grad(), self.autocast(), self.generation_mode(), sharing_rows(self.shared):
+    def inference(self, whole: bool = True) -> Iterator[None]:
+        """Without gradient, in the forward pass's number format, weights whole on every rank unless none is needed."""
+        gathered = self.generation_mode() if whole else nullcontext()
+        with torch.no_grad(), self.autocast(), gathered, sharing_rows(self.shared):
             yield
 
     def autocast(self) -> AbstractContextManager[Any]:

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from torch import nn
 from ..strict import table_of
 
 # %% auto #0
-__all__ = ['Costs', 'costs_of', 'peak_flops']
+__all__ = ['Costs', 'costs_of', 'peak_flops', 'exposed_seconds', 'timed_messages']
 
 # %% ../../nbs/run/flops.ipynb #4c19b6e9
 class Costs(NamedTuple):
@@ -75,3 +76,49 @@ def peak_flops(device: str, dtype: torch.dtype) -> float | None:
         torch.mm(x, y)
         best = max(best, 2 * n**3 / (time.perf_counter() - begin))
     return best
+
+# %% ../../nbs/run/flops.ipynb #c0117ec2
+def exposed_seconds(spans: Iterable[tuple[float, float, bool]]) -> tuple[float, float]:
+    """(seconds in which some message was under way, those of them in which nothing was computed)
+
+    Args:
+        spans: begin and end of each piece of work, in seconds; whether it is a message.
+    """
+    edges = sorted(edge for begin, end, sent in spans for edge in ((begin, sent, 1), (end, sent, -1)))
+    running, sending, waiting, before = [0, 0], 0.0, 0.0, 0.0
+    for at, sent, change in edges:
+        if running[True]:
+            sending, waiting = sending + at - before, waiting + (0.0 if running[False] else at - before)
+        running[sent], before = running[sent] + change, at
+    return sending, waiting
+
+
+@contextmanager
+def timed_messages(device: str, metrics: dict[str, float], step: int, every: int | None) -> Iterator[None]:
+    """Around an update: in some steps torch's profiler times its messages, and what is computed beside them.
+
+    Args:
+        device: "cpu" or "cuda".
+        metrics: gets `perf/collective_s` and `perf/exposed_comm_share`.
+        step: of the run, from 1.
+        every: steps from one that is profiled to the next; None: none is.
+    """
+    if every is None or step % every:
+        yield
+        return
+    kinds, gpu = torch.profiler.ProfilerActivity, device == "cuda"
+    with torch.profiler.profile(activities=[kinds.CPU, *([kinds.CUDA] if gpu else [])]) as profile:
+        begun = time.perf_counter()
+        yield
+        if gpu:
+            torch.cuda.synchronize()
+        wall = time.perf_counter() - begun
+    spans = []
+    for e in profile.events():
+        sent = e.name.startswith(("gloo:", "nccl"))
+        if (e.device_type.name == "CUDA") == gpu and (
+            sent or (gpu and not e.is_user_annotation) or e.name[:4] == "aten"
+        ):
+            spans.append((e.time_range.start / 1e6, e.time_range.end / 1e6, sent))
+    sending, waiting = exposed_seconds(spans)
+    metrics |= {"perf/collective_s": sending, "perf/exposed_comm_share": waiting / wall}

@@ -490,6 +490,7 @@ class Meter:
         self.seconds: dict[str, float] = {}
         self.tokens = self.generated = 0
         self.flops, self.per_generated, self.peak = 0.0, 0.0, None  # type: float, float, float | None
+        self.sharers = 0  # processes with the same rows; 0: there is one process
         self.further: Callable[[], dict[str, float]] = dict  # what else belongs into a report
         self._since = time.perf_counter()
 
@@ -515,6 +516,8 @@ class Meter:
         now = time.perf_counter()
         wall = max(now - self._since, 1e-9)
         out = {"perf/step_s": wall, "perf/tokens_per_s": self.tokens / wall, "perf/rss_mb": resident_mb()}
+        if self.sharers:
+            out["perf/tokens_per_s_per_device"] = self.tokens / wall / self.sharers
         if self.peak and self.flops:
             out["perf/mfu"] = (self.flops + self.generated * self.per_generated) / wall / self.peak
         out |= {f"perf/{name}_s": s for name, s in self.seconds.items()}
@@ -611,8 +614,7 @@ class History(Sequence[dict[str, Any]]):
 
     def series(self, key: str) -> list[float]:
         """All values of a metric, in order; from the evaluations when it is an `eval/...`."""
-        events = self.evals if key.startswith("eval/") else self
-        return [e[key] for e in events if key in e]
+        return [e[key] for e in (self.evals if key.startswith("eval/") else self) if key in e]
 
     def plot(self, *keys: str, width: float = 6.0, height: float = 2.4) -> Any:
         """One small panel per metric; "loss" when none is named. Returns the figure."""

@@ -25,7 +25,7 @@ from rlhf_nb.core import (
 from .callbacks import Callback, Callbacks, Flags, Progress, SampleLog, Trackers
 from .checkpoint import AsyncWriter
 from .control import Control, GracefulStop, RunControl
-from .flops import Costs, costs_of, peak_flops
+from .flops import Costs, costs_of, peak_flops, timed_messages
 from .engine import Engine, Pairs, StepReport, Terms, add_pairs
 from .health import LastWord
 from .hf_callbacks import as_callback
@@ -59,6 +59,7 @@ class BaseMethod(ABC):
     gathers: bool = False  # whether `collect` brings the rows of all ranks together
     group: int = 1  # rows that are made of one row of the source: answers to a prompt; batch sizes count these
     draws: str = ""  # by whom its answers are drawn; a run that goes on stays with them
+    runs_models: bool = True  # whether `collect` computes with models: weights that are shared out are gathered for it
     asks_outside: bool = False  # whether `collect` asks what may fail for reasons of its own: reward functions, judges
     module: nn.Module
     engine: Engine
@@ -395,7 +396,7 @@ class Boundary:
         flags = (flags | Flags(stop=bool(stop.requested), reason=stop.requested)).over_ranks(run.engine)
         if flags.control:
             flags = flags | run.control.serve(stop, flags.stop)
-        flags.evaluate |= run.step >= run.total_steps or _due(run.step, run.eval_steps)
+        flags.evaluate |= run.step >= run.total_steps or (run.eval_steps is not None and run.step % run.eval_steps == 0)
         run.step_start.remember()
         return self.evaluate_and_save(flags)
 
@@ -425,7 +426,8 @@ class Boundary:
         if metrics:
             run.history.evals.append(run.event("eval", **metrics))
         if run.started and run.method.by_question and run.engine.is_main:
-            append_line(run.run_dir.questions_path, {"step": run.step, **_written(run.method.by_question)})
+            scores = {k: [x if math.isfinite(x) else None for x in v] for k, v in run.method.by_question.items()}
+            append_line(run.run_dir.questions_path, {"step": run.step, **scores})
         return metrics
 
     def _warn(self, message: str) -> None:
@@ -452,8 +454,7 @@ def too_many_bad(run: Trainer, report: StepReport) -> bool:
     run.event("nonfinite", message=report.problem, loss=loss, grad_norm=norm, in_a_row=n)
     if n > run.config.max_nonfinite:
         words = {"loss": loss, "norm": norm, "step": run.step + 1, "n": n, "problem": report.problem}
-        message = _NONFINITE.format(**words, condition=condition(run), path=run.run_dir.path)
-        run.failure = RunError(message)
+        run.failure = RunError(_NONFINITE.format(**words, condition=condition(run), path=run.run_dir.path))
     return run.failure is not None
 
 
@@ -548,6 +549,7 @@ class Trainer:
         self.failure: RunError | None = None
         self.feed, self.step_start, self.boundary = Feed(self), StepStart(self), Boundary(self)
         self.history, self.log, self.meter = History(), EventLog(None, self.engine.ranks.process), method.meter
+        self.meter.sharers = self.engine.strategy.layout.inner if self.engine.ranks.processes > 1 else 0
         if self.engine.roles is not None:
             self.meter.further = self.engine.roles.wire.report
         self.control, self.saves, self.ending = RunControl(self), Saves(config, epoch=epoch), threading.Event()
@@ -598,7 +600,7 @@ class Trainer:
 
     def collect(self, batch: Any) -> Any:
         """What this step learns from, made without gradient."""
-        with self.step_start.kept(), self.meter.time("collect"), self.engine.inference():
+        with self.step_start.kept(), self.meter.time("collect"), self.engine.inference(self.method.runs_models):
             data = self.engine.agree(self.method.collect(batch, self.step))
         self.meter.add(self.method.tokens(data), self.method.flops(data))
         return data
@@ -610,9 +612,9 @@ class Trainer:
         Returns:
             Means over the updates that were applied.
         """
-        engine, method, total = self.engine, self.method, Pairs()
+        engine, method, total, sent = self.engine, self.method, Pairs(), dict[str, float]()
         done = skipped = 0
-        with self.meter.time("update"):
+        with self.meter.time("update"), timed_messages(engine.device.type, sent, self.step + 1, self.config.comm_every):
             engine.set_lr(self.step)
             for mini in self.feed.mini_batches(data):
                 sums, counts = Sums(), engine.reduce_sum(method.denominators(mini))
@@ -630,7 +632,7 @@ class Trainer:
                 if not method.keep_updating(means(sums.read(report))):
                     break
         self.updates += done
-        return {"loss": math.nan, **means(total), "updates": done, **({"skipped": skipped} if skipped else {})}
+        return {"loss": math.nan, **means(total), **sent, "updates": done, **({"skipped": skipped} if skipped else {})}
 
     def finish_step(self, stats: dict[str, float]) -> dict[str, Any]:
         """Close a step: its number, its event, the method's controllers; raises the step's failure, if any."""
@@ -780,11 +782,6 @@ def _position(source: Source) -> dict[str, Any]:
     return {"epoch": source.epoch, **{f"data/{k}": n for k, n in getattr(source, "shares", {}).items()}}
 
 
-def _written(scores: Mapping[str, Sequence[float]]) -> dict[str, list[float | None]]:
-    """Each question's scores as JSON holds them."""
-    return {k: [x if math.isfinite(x) else None for x in v] for k, v in scores.items()}
-
-
 @contextmanager
 def _same_numbers_after() -> Iterator[None]:
     """What is drawn inside changes no random number that is drawn afterwards."""
@@ -793,8 +790,3 @@ def _same_numbers_after() -> Iterator[None]:
         yield
     finally:
         set_rng_state(state)
-
-
-def _due(step: int, every: int | None) -> bool:
-    """Whether something that happens every so many steps happens now."""
-    return every is not None and step % every == 0

@@ -49,6 +49,7 @@ class ClusterNode(StrictConfig):
     name: str = option("node", "what links call it", min_length=1)
     host: str | None = option(None, "its host name, compared with the one that comes up; null: any")
     devices: int = option(1, "processes on it, one for each device", ge=1)
+    teraflops: float = option(0.0, "of a device's products while all compute (measure-cluster); 0: unknown", ge=0)
     hardware: str | None = option(None, "compared with what comes up: cpu, or a part of a GPU's name; null: any")
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import OptimizerConfig
-from ..core import ConfigError, Precision, RunError
+from ..core import ConfigError, Precision, RunError, grouped
 from rlhf_nb.run.strategy import (
     ONE, Layout, Rates, Shard, Strategy, build_optimizer, clip_by, connect_plain, frozen_fingerprint, global_norm,
     layout_of,
@@ -77,12 +77,12 @@ _OURS = (
 )  # fmt: skip
 
 # %% ../../nbs/run/strategies.ipynb #cb313df9
-def _deepspeed(name: str, device: torch.device) -> tuple[Any, dict[str, Any]]:
+def _deepspeed(layout: Layout, device: torch.device) -> tuple[Any, dict[str, Any]]:
     """An Accelerator that connects ranks for DeepSpeed, and the settings that were given."""
-    own = os.environ.get("RLHF_NB_STRATEGY", "")
+    name, own = layout.base, os.environ.get("RLHF_NB_STRATEGY", "")
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     os.environ.setdefault("ACCELERATE_DEEPSPEED_ZERO_STAGE", name[-1])
-    if own.endswith("_offload"):
+    if "_offload" in own:
         os.environ.setdefault("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "cpu")
         os.environ.setdefault("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "cpu" if name == "zero3" else "none")
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -114,9 +114,11 @@ def _deepspeed(name: str, device: torch.device) -> tuple[Any, dict[str, Any]]:
             "distributed_type DEEPSPEED"
         )
     given = dict(accelerator.state.deepspeed_plugin.deepspeed_config)
+    zero, numbers = dict(given.get("zero_optimization") or {}), layout.bucket << 18  # of four bytes
+    if numbers:
+        zero |= {"reduce_bucket_size": numbers, "allgather_bucket_size": numbers}
     further = os.environ.get("RLHF_NB_DEEPSPEED")  # entries of zero_optimization: accelerate has no variable for them
-    if further:
-        given["zero_optimization"] = {**(given.get("zero_optimization") or {}), **json.loads(further)}
+    given["zero_optimization"] = zero | json.loads(further or "{}")
     return accelerator, given
 
 
@@ -206,11 +208,8 @@ class FrozenShards:
 
     def __init__(self, module: nn.Module, device: torch.device, rank: int, world: int) -> None:
         self.module, self.device, self.world = module, device, world
-        by_format: dict[torch.dtype, list[nn.Parameter]] = {}
-        for p in module.parameters():
-            by_format.setdefault(p.dtype, []).append(p)
         self.rows = []  # (parameters, their shapes, this rank's part of them laid end to end)
-        for params in by_format.values():
+        for params in grouped((p.dtype for p in module.parameters()), module.parameters()).values():
             flat = torch.cat([p.detach().reshape(-1) for p in params])
             share = -(-flat.numel() // world)
             flat = torch.nn.functional.pad(flat, (0, share * world - flat.numel()))
@@ -335,8 +334,7 @@ class Zero(SharedOut):
         check_insides(some, ("ds_numel", "ds_active_sub_modules") if self.stage == 3 else ("_hp_mapping",), "deepspeed")
         if self.stage == 3:
             check_insides(self.ds.optimizer.parameter_offload, _OFFLOAD, "deepspeed")
-        wrapped: nn.Module = self.ds
-        return wrapped
+        return self.ds  # type: ignore[no-any-return]
 
     def accumulate(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[Any]:
         """An update ends with the last micro-batch."""
@@ -495,14 +493,12 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
 
 def _local(x: Any) -> Tensor:
     """This rank's part of a sharded tensor; other tensors as they are."""
-    part: Tensor = x.to_local() if hasattr(x, "to_local") else x
-    return part
+    return x.to_local() if hasattr(x, "to_local") else x  # type: ignore[no-any-return]
 
 
 def _everything(x: Any) -> Tensor:
     """The whole of a sharded tensor; every rank asks for it at the same time."""
-    whole: Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x
-    return whole
+    return x.full_tensor() if hasattr(x, "full_tensor") else x  # type: ignore[no-any-return]
 
 
 def _sharers(x: Any) -> int:
@@ -649,4 +645,4 @@ def connect(name: str, precision: Precision) -> Strategy:
             f"{name} needs DeepSpeed, which is not installed: pip install 'deepspeed>=0.17,<0.20' (the extra "
             "`deepspeed`), or choose fsdp2 or ddp"
         )
-    return Zero(int(name[-1]), *_deepspeed(name, precision.device), precision.compute_dtype)
+    return Zero(int(layout.base[-1]), *_deepspeed(layout, precision.device), precision.compute_dtype)

@@ -8,7 +8,6 @@ import gc
 import hashlib
 import math
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -77,9 +76,7 @@ def _library_factor(
     name = "warmup_stable_decay" if schedule == "wsd" else schedule
     steps = None if schedule == "wsd" else length
     own = {"num_warmup_steps": 0, "num_training_steps": steps, "scheduler_specific_kwargs": options[schedule]}
-    made = get_scheduler(name, optimizer, **own)
-    factor: Callable[[int], float] = made.lr_lambdas[0]
-    return factor
+    return get_scheduler(name, optimizer, **own).lr_lambdas[0]  # type: ignore[no-any-return]
 
 # %% ../../nbs/run/strategy.ipynb #9e1329ae
 Rates = Callable[[str], float | None]  # the peak learning rate of a parameter, by its name; None: that of the others
@@ -116,8 +113,7 @@ def build_optimizer(module: nn.Module, settings: OptimizerConfig, rates: Rates |
             {"params": [p for p in mine if decays and p.dim() >= 2], "weight_decay": settings.weight_decay},
             {"params": [p for p in mine if not decays or p.dim() < 2], "weight_decay": 0.0},
         ]
-        scale: dict[str, Any] = {} if rate is None else {"scale": rate / settings.lr}
-        groups += [g | scale for g in parts if g["params"]]
+        groups += [g | ({} if rate is None else {"scale": rate / settings.lr}) for g in parts if g["params"]]
     if settings.name == "muon":
         return _muon(module, groups, settings)
     return _named(settings)(groups)
@@ -227,8 +223,7 @@ def trained_tensors(module: nn.Module) -> dict[str, Tensor]:
     Returns:
         The module's own tensors by name, of any shape; not copies.
     """
-    named: dict[str, Tensor] = {n: p for n, p in module.named_parameters() if p.requires_grad}
-    return named | dict(module.named_buffers())
+    return {n: p for n, p in module.named_parameters() if p.requires_grad} | dict(module.named_buffers())
 
 
 def check_names(into: Mapping[str, Sequence[int]], saved: Mapping[str, Tensor]) -> None:
@@ -283,7 +278,8 @@ def frozen_fingerprint(module: nn.Module) -> str:
 
 # %% ../../nbs/run/strategy.ipynb #7a1d0001
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
-_DEGREES = {"tp": "tensor", "cp": "context", "rep": "replicas"}
+_DEGREES = {"tp": "tensor", "cp": "context", "rep": "replicas", "mb": "bucket"}
+_ABLE = {"cp": ("fsdp2", "ddp"), "mb": ("ddp", "zero1", "zero2", "zero3")}  # the others: fsdp2
 
 
 class Layout(NamedTuple):
@@ -293,6 +289,7 @@ class Layout(NamedTuple):
     tensor: int = 1  # processes that compute each layer together
     context: int = 1  # processes that share out the tokens of each row
     replicas: int = 1  # copies of the weights, each shared out over processes of its own
+    bucket: int = 0  # MiB of gradients in one message; 0: as torch or DeepSpeed choose
 
     @property
     def inner(self) -> int:
@@ -307,7 +304,7 @@ def layout_of(text: str, processes: int | None = None) -> Layout:
     """A strategy in words, such as "zero3_offload" or "fsdp2+tp2+rep2".
 
     Args:
-        text: one of `STRATEGIES` (a ZeRO also with "_offload"), then parts with their numbers: tp, cp, rep.
+        text: one of `STRATEGIES` (a ZeRO also with "_offload"), then parts with their numbers: tp, cp, rep, mb.
         processes: that will run; None: not known yet.
 
     Raises:
@@ -323,12 +320,12 @@ def layout_of(text: str, processes: int | None = None) -> Layout:
         word = part.rstrip("0123456789")
         kind, number = _DEGREES.get(word, ""), int(part[len(word) :][:6] or 0)
         if not kind or not number:
-            hint = "Behind a + comes tp, cp or rep with a number, as in fsdp2+tp2."
+            hint = "Behind a + comes tp, cp, rep or mb with a number, as in fsdp2+tp2."
             hint = hint if kind else did_you_mean(word, _DEGREES, hint)
             raise ConfigError(f"strategy {text!r} has the part {part!r}. {hint}")
         if kind in degrees:
             raise ConfigError(f"strategy {text!r} has {word} twice: leave one out.")
-        if base not in (able := ("fsdp2", "ddp") if word == "cp" else ("fsdp2",)):
+        if name not in (able := _ABLE.get(word, ("fsdp2",))):
             raise ConfigError(f"strategy {text!r}: {word} is not built for {base}; use {able[0]}+{part}.")
         degrees[kind] = number
     layout = Layout(base, **degrees)
@@ -413,15 +410,13 @@ class Strategy:
         """What forward must go through."""
         if self.accelerator is None:
             return self.module
-        wrapped: nn.Module = self.accelerator.prepare_model(self.module)
-        return wrapped
+        return self.accelerator.prepare_model(self.module)  # type: ignore[no-any-return]
 
     def accumulate(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[Any]:
         """Around forward and backward of a micro-batch: ranks exchange gradients in the last one only."""
         if self.accelerator is None or last:
             return nullcontext()
-        context: AbstractContextManager[Any] = self.accelerator.no_sync(wrapped)
-        return context
+        return self.accelerator.no_sync(wrapped)  # type: ignore[no-any-return]
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of a loss to what is there."""
@@ -551,12 +546,13 @@ def states_by_name(averages: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor
     return out
 
 # %% ../../nbs/run/strategy.ipynb #0e38dd3c
-def connect_plain(device: torch.device) -> Any:
-    """An Accelerator for several ranks, after checking that it really connects them."""
+def connect_plain(device: torch.device, bucket: int = 0) -> Any:
+    """An Accelerator for several ranks, after checking that it really connects them (`bucket`: as in `Layout`)."""
     from accelerate import Accelerator
-    from accelerate.utils import DistributedType
+    from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 
-    accelerator = Accelerator(cpu=device.type == "cpu")
+    how = [DistributedDataParallelKwargs(bucket_cap_mb=bucket)] if bucket else None
+    accelerator = Accelerator(cpu=device.type == "cpu", kwargs_handlers=how)
     kind = accelerator.distributed_type
     world = int(os.environ["WORLD_SIZE"])
     if accelerator.num_processes != world or kind == DistributedType.NO:

@@ -267,8 +267,7 @@ def _program(job: dict[str, Any], hear: int, say: int) -> None:
                 value = _answered(op, x, args, kwargs)
                 if op == "call" and isinstance(x, type) and type(value) is x and x.__module__ == job["name"]:
                     own = value  # an object of the program's class stays here, also if the class is a kind of list
-            reply = (word, "value", value, args if effects else None, printed.getvalue())
-            send(say, pack(reply, objects.hold, own))
+            send(say, pack((word, "value", value, args if effects else None, printed.getvalue()), objects.hold, own))
         except BaseException as e:
             stop = op == "next" and isinstance(e, StopIteration)
             kinds = [kind.__name__ for kind in type(e).__mro__ if kind.__module__ == "builtins"]

@@ -41,8 +41,7 @@ def plain_logps(model: Any, c: Completions, temperature: float = 1.0) -> Tensor:
     for i in range(len(c)):
         prompt, answer = c.prompt_ids[i][c.prompt_mask[i]], c.completion_ids[i, : int(c.completion_lens[i])]
         logits = model(input_ids=torch.cat([prompt, answer])[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
-        logps = torch.log_softmax(logits.double() / temperature, -1)
-        out[i, : len(answer)] = logps.gather(1, answer[:, None])[:, 0]
+        out[i, : len(answer)] = torch.log_softmax(logits.double() / temperature, -1).gather(1, answer[:, None])[:, 0]
     return torch.where(c.completion_mask, out, 0)
 
 # %% ../../nbs/scoring/check.ipynb #baccebe6

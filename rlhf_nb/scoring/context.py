@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..core import ModelError, RunError
+from ..core import ModelError, RunError, with_fields, with_value
 from ..fast.attention import AttentionShape, FlatRows
 from ..fast.support import MOVERS, changed, decoder_of
 from .head import text_config
 from .packing import Pack
-from .recompute import repeated_layers
+from .recompute import called_through, repeated_layers
 from .trees import TREE_FAMILIES
 from ..types import Completions, host, sent_together, where_true
 
@@ -91,28 +91,15 @@ def attending(net: nn.Module, attend: Callable[..., Tensor]) -> Iterator[None]:
 
     @contextmanager
     def switched() -> Iterator[None]:
-        token, before = _attend.set(attend), config._attn_implementation
-        config._attn_implementation = _NAME
-        try:
+        with with_value(_attend, attend), with_fields(config, _attn_implementation=_NAME):
             yield
-        finally:
-            _attend.reset(token)
-            config._attn_implementation = before
 
-    def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(_: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with switched():
             return forward(*args, **kwargs)
 
-    layers = repeated_layers(net)
-    before = [layer.__dict__.get("forward") for layer in layers]
-    for layer in layers:
-        layer.__dict__["forward"] = partial(run, layer.forward)
-    try:
-        with switched():
-            yield
-    finally:
-        for layer, own in zip(layers, before, strict=True):
-            layer.__dict__.pop("forward") if own is None else layer.__dict__.update(forward=own)
+    with called_through(repeated_layers(net), run), switched():
+        yield
 
 # %% ../../nbs/scoring/context.ipynb #c7e00011
 class _Exchange(torch.autograd.Function):
@@ -154,8 +141,7 @@ class SharedRows:
 
     def exchange(self, x: Tensor) -> Tensor:
         """`send`, with gradient."""
-        out: Tensor = _Exchange.apply(x, self)  # type: ignore[no-untyped-call]
-        return out
+        return _Exchange.apply(x, self)  # type: ignore[no-any-return, no-untyped-call]
 
     def everyone(self, x: Tensor) -> Tensor:
         """[ranks, ...]: x of each rank, with gradient."""

@@ -3,14 +3,15 @@
 # %% ../../nbs/scoring/packing.ipynb #7b947e8f
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..core import with_fields
 from ..types import Completions, host, sent_together
 
 # %% auto #0
@@ -136,19 +137,14 @@ class Cores:
     number = 1
 
 
-@contextmanager
-def split_among(cores: int) -> Iterator[None]:
+def split_among(cores: int) -> AbstractContextManager[None]:
     """Inside, a plan first deals its rows out to so many cores, the same work for each, then cuts each one's into
     forward passes.
 
     Args:
         cores: 1 is a plan as it always is.
     """
-    before, Cores.number = Cores.number, cores
-    try:
-        yield
-    finally:
-        Cores.number = before
+    return with_fields(Cores, number=cores)
 
 # %% ../../nbs/scoring/packing.ipynb #45745ad1
 WASTE = 0.25  # padding of one forward pass, as a part of its budget, from which another pass is cheaper

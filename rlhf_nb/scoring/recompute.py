@@ -3,7 +3,7 @@
 # %% ../../nbs/scoring/recompute.ipynb #a1780003
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ..core import ModelError
+from ..core import ModelError, with_value
 
 # %% auto #0
-__all__ = ['recomputing', 'is_on', 'recomputed', 'repeated_layers', 'recomputed_layers']
+__all__ = ['recomputing', 'is_on', 'recomputed', 'repeated_layers', 'called_through', 'recomputed_layers']
 
 # %% ../../nbs/scoring/recompute.ipynb #a1780006
 class _Count:
@@ -37,11 +37,8 @@ def recomputing(on: bool = True) -> Iterator[_Count]:
         on: False: as if this were not here.
     """
     count = _Count()
-    token = _count.set(count if on else None)
-    try:
+    with with_value(_count, count if on else None):
         yield count
-    finally:
-        _count.reset(token)
 
 
 def is_on() -> bool:
@@ -106,6 +103,24 @@ def repeated_layers(net: nn.Module) -> list[nn.Module]:
 
 
 @contextmanager
+def called_through(layers: Sequence[nn.Module], run: Callable[..., Any]) -> Iterator[None]:
+    """Inside, calls of layers go through a function.
+
+    Args:
+        layers: changed for no longer than this.
+        run: (layer, its own forward, what it is called with) to what the layer gives.
+    """
+    before = [layer.__dict__.get("forward") for layer in layers]
+    for layer in layers:
+        layer.__dict__["forward"] = partial(run, layer, layer.forward)
+    try:
+        yield
+    finally:
+        for layer, own in zip(layers, before, strict=True):
+            layer.__dict__.pop("forward") if own is None else layer.__dict__.update(forward=own)
+
+
+@contextmanager
 def recomputed_layers(net: nn.Module) -> Iterator[None]:
     """Inside, a call of a model keeps the inputs of its repeated layers only.
 
@@ -121,14 +136,5 @@ def recomputed_layers(net: nn.Module) -> Iterator[None]:
             f"recompute is on, but {type(net).__name__} has no list of layers (nn.ModuleList) whose activations could "
             "be computed again: leave recompute out."
         )
-    before = [layer.__dict__.get("forward") for layer in layers]
-    for layer in layers:
-        layer.__dict__["forward"] = partial(recomputed, layer, layer.forward)
-    try:
+    with called_through(layers, recomputed):
         yield
-    finally:
-        for layer, own in zip(layers, before, strict=True):
-            if own is None:
-                del layer.__dict__["forward"]
-            else:
-                layer.__dict__["forward"] = own

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..core import ConfigError, DataError, ModelError
+from ..core import ConfigError, DataError, ModelError, with_value
 from ..fast.attention import Flat, FlatRows, branches_pay, flat_kernel
 from ..fast.blocks import decode_states, attention_shape
 from ..fast.linear import half_copies
@@ -136,32 +136,22 @@ def _is_causal(net: Any) -> bool:
 _together: ContextVar[bool] = ContextVar("together", default=False)
 
 
-@contextmanager
-def one_forward() -> Iterator[None]:
+def one_forward() -> AbstractContextManager[bool]:
     """Inside, a batch goes through the model in one forward pass, whatever its size: for ranks that must make equally
     many."""
-    token = _together.set(True)
-    try:
-        yield
-    finally:
-        _together.reset(token)
+    return with_value(_together, True)
 
 
 _shared: ContextVar[Any] = ContextVar("shared", default=None)
 
 
-@contextmanager
-def sharing_rows(share: Any) -> Iterator[None]:
+def sharing_rows(share: Any) -> AbstractContextManager[Any]:
     """Inside, ranks compute each row of tokens together; all of them must score the same rows.
 
     Args:
         share: of `scoring.context`; None: this process computes alone.
     """
-    token = _shared.set(share)
-    try:
-        yield
-    finally:
-        _shared.reset(token)
+    return with_value(_shared, share)
 
 
 def _sharing(net: Any, longest: int, output: str) -> Any:
@@ -312,8 +302,7 @@ def completion_logps(
 def _rounded(c: Completions) -> torch.dtype | None:
     """What weights are rounded to where nothing is learnt, so that all passes may share one copy; None elsewhere."""
     kind = c.prompt_ids.device.type
-    alone = torch.is_autocast_enabled(kind) and not torch.is_grad_enabled()
-    return torch.get_autocast_dtype(kind) if alone else None
+    return torch.get_autocast_dtype(kind) if (torch.is_autocast_enabled(kind) and not torch.is_grad_enabled()) else None
 
 
 def _token_scores(
@@ -478,8 +467,7 @@ def completion_reads(
 
     budget = min(token_budget, max(4 * CHUNK_LOGITS["cpu"] // vocabulary, 1)) if whole else token_budget
     output = "logits" if whole else "last_hidden_state"
-    share = False if whole else share_prompts
-    passes, cut = _forwards(net, c, budget, share, "mask", _sources, chunks, False, output)
+    passes, cut = _forwards(net, c, budget, False if whole else share_prompts, "mask", _sources, chunks, False, output)
     rows, cols, *values = (list(x) for x in zip(*(x for each in passes for x in each), strict=True))
     at, (b, width) = (torch.cat(rows), torch.cat(cols)), c.completion_ids.shape
     joined = [torch.cat(v) for v in values]

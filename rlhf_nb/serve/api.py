@@ -117,8 +117,7 @@ async def answer(desk: Desk, request: Any, kind: type[Asked]) -> Any:
         exchange.id, query.model, model.version, chat, named, calls, getattr(query, "parallel_tool_calls", True)
     )
     if query.stream:
-        include = query.stream_options is not None and query.stream_options.include_usage
-        body = stream(exchange, form, include, prompts)
+        body = stream(exchange, form, query.stream_options is not None and query.stream_options.include_usage, prompts)
         exchange.watch = asyncio.ensure_future(_cancel_when_gone(request, exchange))  # also before the first piece
         return responses.StreamingResponse(
             body, media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}

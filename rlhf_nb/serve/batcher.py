@@ -443,8 +443,7 @@ class Batcher:
             if not there:
                 return False
             home, row = min(there, key=lambda x: len(x[1].text))  # the least to read again
-            where = next(n for n, each in self.engines.items() if each is home)
-            self._queue.appendleft((where, home.park(row)))
+            self._queue.appendleft((next(n for n, each in self.engines.items() if each is home), home.park(row)))
             self.parked += 1
         return True
 
@@ -466,6 +465,5 @@ def _guarded(engine: ServedEngine, act: Callable[[], None]) -> bool:
         return True
     except Exception as e:
         log.exception("answers of a model were broken off")
-        message = f"the server could not compute this answer ({type(e).__name__})."
-        engine.end(lambda _: "error", message)
+        engine.end(lambda _: "error", f"the server could not compute this answer ({type(e).__name__}).")
         return False

@@ -183,8 +183,7 @@ class Desk:
             raise
         if form is not None:
             for answer in exchange.answers:
-                later = lambda task, cost: self.site.batcher.do(task, who, cost)
-                write_in_form(later, answer.model, answer.ask, form)
+                write_in_form(lambda task, cost: self.site.batcher.do(task, who, cost), answer.model, answer.ask, form)
             return exchange, prompts, draws
         exchange.begin()
         return exchange, prompts, draws

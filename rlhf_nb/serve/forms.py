@@ -41,8 +41,7 @@ def write_in_form(
         if ask.cancelled or time.monotonic() > ask.deadline:
             return ask.tell(AnswerPiece("", (), "cancelled" if ask.cancelled else "deadline"))
         ask.begun = ask.begun or time.monotonic()
-        most = min(PART, ask.sampling.max_new_tokens - len(written))
-        how = ask.sampling.model_copy(update={"max_new_tokens": most})
+        how = ask.sampling.model_copy(update={"max_new_tokens": min(PART, ask.sampling.max_new_tokens - len(written))})
         seed = derive_seed(ask.seed, ask.sample, len(written))
         try:
             prompts = PromptBatch.from_lists([[*ask.ids, *written]]).to(model.net.get_input_embeddings().weight.device)

@@ -171,8 +171,7 @@ class Gate:
             owner = name if hmac.compare_digest(given, known) else owner
         if scheme.lower() != "bearer" or not owner:
             advice = "no valid API key: send it as `Authorization: Bearer KEY`."
-            headers = {"WWW-Authenticate": "Bearer"}
-            raise Refused(401, advice, "authentication_error", "invalid_api_key", headers)
+            raise Refused(401, advice, "authentication_error", "invalid_api_key", {"WWW-Authenticate": "Bearer"})
         return f"key {owner}"
 
     def knock(self, who: str) -> None:
@@ -182,9 +181,8 @@ class Gate:
             Refused: 429 with Retry-After, 503 while the server ends.
         """
         if self.draining:
-            headers = {"Retry-After": "5", "Connection": "close"}
             advice = "the server is about to end: ask another one, or later."
-            raise Refused(503, advice, "server_error", "draining", headers)
+            raise Refused(503, advice, "server_error", "draining", {"Retry-After": "5", "Connection": "close"})
         self._take(who, 0, 1, "requests")
 
     def fine(self, who: str, tokens: int) -> None:
@@ -208,9 +206,8 @@ class Gate:
         if answers > self.places:
             raise Refused(400, f"{answers} answers at once, and this server has {self.places} places: ask for fewer.")
         mine, others = self.held[who], len(self.held.keys() - {who})
-        part = max(1, self.places // (others + 1))
         room = self.taken + answers <= self.places
-        own = mine + answers <= part and self.taken + answers <= OVER * self.places
+        own = mine + answers <= (max(1, self.places // (others + 1))) and self.taken + answers <= OVER * self.places
         if not (own or (room and (not others or not mine))):
             wait = max(1, math.ceil(self.seconds * self.config.max_queue / self.config.max_concurrent))
             raise too_many(_places(self.places, mine, others), wait)

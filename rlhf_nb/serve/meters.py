@@ -3,7 +3,6 @@
 # %% ../../nbs/serve/meters.ipynb #5e885004
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 

@@ -58,7 +58,6 @@ def page_router(desk: Any) -> Any:
     from fastapi.responses import HTMLResponse
 
     router = APIRouter()
-    text = page(desk.config.feedback is not None, desk.config.keys is not None)
     more = {
         "Content-Security-Policy": policy(),
         "X-Content-Type-Options": "nosniff",
@@ -67,7 +66,7 @@ def page_router(desk: Any) -> Any:
     }
 
     async def show(request: Any) -> Any:
-        return HTMLResponse(text, headers=more)
+        return HTMLResponse(page(desk.config.feedback is not None, desk.config.keys is not None), headers=more)
 
     router.add_route("/", desk.intake.guarded(show), methods=["GET"])
     return router

@@ -64,8 +64,7 @@ def reward_of(model: Model, prompt: Sequence[int], given: Any, answer: list[int]
 async def _scored_answer(desk: Desk, query: ScoreAsked, model: Model, who: str) -> dict[str, Any]:
     """The response to a request for `/v1/score`."""
     given = query.prompt if isinstance(query.prompt, str) else [m.message() for m in query.prompt]
-    least = max(model.least(a) for a in query.answers) + model.least(given)
-    _fit(model, least)
+    _fit(model, max(model.least(a) for a in query.answers) + model.least(given))
     guess = len(query.answers) * model.least(given) + sum(map(model.least, query.answers))  # it is read for each
     desk.gate.charge(who, guess)
     prompt = await desk.intake.turns.do(who, model.least(given), model.encode, given)
@@ -83,8 +82,7 @@ async def _scored_answer(desk: Desk, query: ScoreAsked, model: Model, who: str) 
         each = _finite(await desk.read(who, size, lambda a=answer: log_probs(model, prompt, a)))  # type: ignore[misc]
         row = {"index": i, "logprob": sum(each), "tokens": len(each), "token_logprobs": each, "reward": None}
         if model.rewards is not None:
-            judged = partial(reward_of, model, prompt, given, answer)
-            row["reward"] = await desk.read(who, size, judged)
+            row["reward"] = await desk.read(who, size, partial(reward_of, model, prompt, given, answer))
         data.append(row)
         tokens += size
     return {"object": "list", "data": data, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}

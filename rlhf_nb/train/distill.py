@@ -150,8 +150,7 @@ class Distill(TextMethod):
 
     def asks(self, step: int) -> bool:
         """Whether the student answers in a step itself: drawn by seed and step, the same on every process."""
-        share = self.config.own_share
-        return derive_seed(self.config.seed, "lmbda", step) % 2**31 < share * 2**31
+        return derive_seed(self.config.seed, "lmbda", step) % 2**31 < self.config.own_share * 2**31
 
     def only_prompts(self, batch: Any) -> PromptBatch:
         """Prompts to answer, whether the batch has answers or not."""
@@ -231,8 +230,7 @@ class Distill(TextMethod):
                 apart, agree = self.module(c)
             stats = distill_loss(apart, agree, c.completion_mask).stats
             mine = {key: (float(s), float(n)) for key, (s, n) in stats.items()}
-        sums = self.engine.sum_pairs(mine)
-        return {f"eval/{key.removeprefix('distill/')}": s / n for key, (s, n) in sums.items()}
+        return {f"eval/{key.removeprefix('distill/')}": s / n for key, (s, n) in self.engine.sum_pairs(mine).items()}
 
 # %% ../../nbs/train/distill.ipynb #b5d1e8e9
 @register(

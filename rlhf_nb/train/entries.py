@@ -323,8 +323,7 @@ class ServerReward:
                     "that can, columns: [...]."
                 ) from e
             how: dict[str, Any] = {"key": read_key(self.key_env), "timeout": self.timeout, "attempts": self.retries + 1}
-            reply = ask_server(self.url, body, "a reward server", **how)
-            out += self._scores(reply, len(completions[rows]))
+            out += self._scores(ask_server(self.url, body, "a reward server", **how), len(completions[rows]))
         return out
 
     def _scores(self, reply: Any, n: int) -> list[float | None]:

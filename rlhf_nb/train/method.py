@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar
 
 from torch import nn
 
-from ..core import ConfigError
+from ..core import ConfigError, with_fields
 from ..config import DataConfig, ModelConfig, TrainConfig, option
 from ..data.sources import tokenize_preferences, tokenize_prompts, tokenize_sft
 from ..data.steps import tokenize_steps
@@ -162,15 +162,9 @@ class TextMethod(BaseMethod):
         """
         return list(held_out[self.engine.rank :: self.engine.world_size])
 
-    @contextmanager
-    def alone(self) -> Iterator[None]:
+    def alone(self) -> AbstractContextManager[None]:
         """Inside, `module` is without the wrapper that makes ranks wait for each other in every forward."""
-        wrapped = self.module
-        self.module = self.engine.unwrap(wrapped)
-        try:
-            yield
-        finally:
-            self.module = wrapped
+        return with_fields(self, module=self.engine.unwrap(self.module))
 
     def micro_batches(self, mini: Any) -> list[Any]:
         """One forward each: rows of similar length, within the token budget."""

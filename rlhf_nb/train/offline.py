@@ -148,6 +148,7 @@ class OfflineMethod(TextMethod):
         super().attach(engine, config)
         if self.config.reference == "cached":
             self.reference = None
+        self.runs_models = self.reference is not None or self.name == "kto"  # whose baseline asks the policy
 
     def frozen_modules(self) -> list[nn.Module]:
         """The reference, unless it moves."""

@@ -135,7 +135,7 @@ class Reward(TextMethod):
         to_fit: pairs as text that heads are fitted to, with `fit_head_pairs`.
     """
 
-    name = "reward"
+    name, runs_models = "reward", False
     columns = ("loss", "rewards/accuracies", "rewards/margins", "lr", "grad_norm")
     config: RewardConfig
 
@@ -366,8 +366,7 @@ class WordBags(NamedTuple):
         """float64[pairs], score of the chosen answer less that of the rejected one;
         the last weight is that of the length.
         """
-        each = weights[self.token] * self.side
-        return (self.longer * weights[-1]).index_add(0, self.pair, each)
+        return (self.longer * weights[-1]).index_add(0, self.pair, weights[self.token] * self.side)
 
 
 def word_bags(rows: Sequence[Row]) -> WordBags:

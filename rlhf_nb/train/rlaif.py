@@ -255,11 +255,10 @@ def check_judge(judge: Judge, rows: Sequence[Row], seed: int = 0) -> Agreement:
     """
     rng = random.Random(derive_seed(seed, "check judge"))
     front = [rng.random() < 0.5 for _ in rows]
-    prompts = [r["prompt"] for r in rows]
     a, b = ([r["chosen" if f == first else "rejected"] for r, f in zip(rows, front)] for first in (True, False))
     if isinstance(judge, RewardJudge):
         judge = judge.about(columns_of(rows))
-    return agreement(verdicts_of(judge, prompts, a, b), [float(f) for f in front])
+    return agreement(verdicts_of(judge, [r["prompt"] for r in rows], a, b), [float(f) for f in front])
 
 
 def columns_of(rows: Sequence[Row]) -> dict[str, list[Any]]:

@@ -85,7 +85,7 @@ class SFT(TextMethod):
 
     name = "sft"
     columns = ("loss", "sft/token_prob", "lr", "grad_norm")
-    step = 0
+    step, runs_models = 0, False
     config: SFTConfig
 
     adapter_dropout = True
@@ -114,8 +114,7 @@ class SFT(TextMethod):
         if alpha is None:
             return nullcontext()
         model = self.engine.unwrap(module).model  # a wrapper's, or this thread's replica
-        seed = derive_seed(self.config.seed, "neftune", self.step)
-        return noisy_embeddings(model, alpha, micro, seed)
+        return noisy_embeddings(model, alpha, micro, derive_seed(self.config.seed, "neftune", self.step))
 
     def collect(self, batch: Completions, step: int) -> Completions:
         """Nothing is collected; the step decides the noise, where there is some."""
@@ -140,8 +139,7 @@ class SFT(TextMethod):
 
     def predictions(self, rows: list[Row], reduce: Any = None) -> tuple[Any, Any]:
         """Logits [B, T, V], or what `reduce` keeps of them, and labels [B, T]: −100 where no token counts."""
-        c = self.collate(rows)
-        masks = c.completion_mask.tolist()
+        masks = self.collate(rows).completion_mask.tolist()
         both = [r["prompt_ids"] + r["completion_ids"] for r in rows]
         width, vocabulary = max(map(len, both)), len(self.tokenizer)
         if reduce is None and len(rows) * width * vocabulary > _FLOATS:

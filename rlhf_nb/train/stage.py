@@ -151,12 +151,12 @@ def unsaid_of(command: str, kind: str, config: TextConfig) -> list[str]:
     """The settings that a command can't do without and that nothing says.
 
     Args:
-        command: as `plan`, which needs a model only; "" for the one that trains.
+        command: as `plan` and `simulate`, which need a model only; "" for the one that trains.
         kind: a method.
         config: of it.
     """
     named: dict[str, Any] = {"model.name_or_path": config.model.name_or_path}
-    if command != "plan":
+    if command not in ("plan", "simulate"):
         named |= {"data.path": config.data.named}
     if command in ("", "launch", "sweep"):
         named |= {"reward": not unrewarded(kind, config)}

@@ -237,8 +237,7 @@ class TextTrainer(Trainer, _OfConfig[_T]):
         if resume:
             with suppress(OSError, ValueError, KeyError, TypeError):  # none, or a torn one
                 before = list(json_value(read_regular(place, MAX_LINE))["read"])
-        read = [*before, *(r for r in self.reads if r not in before)]
-        write_whole(place, json.dumps({"read": read}, indent=1))
+        write_whole(place, json.dumps({"read": [*before, *(r for r in self.reads if r not in before)]}, indent=1))
 
     def make_method(self, config: _T, model: Any, tokenizer: Any, rows: list[Row]) -> TextMethod:
         """The method on this model; `rows` are those to train on, not tokenized."""

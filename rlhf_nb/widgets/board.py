@@ -74,8 +74,7 @@ def _told(runs: Runs, path: str, desk: LabelDesk | None = None) -> tuple[str, st
             step = int(float(first("step"))) if "step" in query else None
         except (ValueError, OverflowError):
             return None
-        compared = runs.compare(*names, by=first("by", "step"), pooled=first("pooled") != "0", window=window)
-        told = compared.data(step)
+        told = runs.compare(*names, by=first("by", "step"), pooled=first("pooled") != "0", window=window).data(step)
     else:
         return None
     return "application/json", json.dumps(told, allow_nan=False)

@@ -251,8 +251,7 @@ def least_sure(margins: Tensor, n: int | None = None, how: str = "auto") -> list
         n: how many (default: all, in order).
         how: see `unsureness`.
     """
-    order = unsureness(margins, how).argsort(descending=True, stable=True).tolist()
-    return [int(i) for i in order[:n]]
+    return [int(i) for i in unsureness(margins, how).argsort(descending=True, stable=True).tolist()[:n]]
 
 # %% ../../nbs/widgets/collect.ipynb #0c353175
 @torch.no_grad()

@@ -282,8 +282,7 @@ class Dashboard:
 
     def refresh(self, force: bool = False) -> str | None:
         """Read what is new; where the runs stand, as HTML, or None when nothing changed."""
-        changed = self._changed(force)
-        return words_html(self.readers, health_of(self.target), self.requests.answer) if changed else None
+        return words_html(self.readers, health_of(self.target), self.requests.answer) if self._changed(force) else None
 
     def _changed(self, force: bool) -> bool:
         """Read what is new, and say whether there is anything to be drawn."""

@@ -82,8 +82,7 @@ def page_groups(
     """
     whole = [(name, group_panels(readers, name, smoothing, by)) for name in LAYOUT]
     first = whole[0][1]
-    groups = [("overview", first[:4]), ("more", first[4:]), *whole[1:]]
-    return [(name, panels) for name, panels in groups if panels]
+    return [(name, panels) for name, panels in [("overview", first[:4]), ("more", first[4:]), *whole[1:]] if panels]
 
 
 def _unfold(spec: Spec, names: list[str]) -> list[Spec]:
@@ -103,8 +102,7 @@ def _unfold(spec: Spec, names: list[str]) -> list[Spec]:
 def _best(reader: RunReader, keys: Sequence[str]) -> str | None:
     """The first of several names for the same thing that is a curve already; else the first that is there."""
     there = [k for k in keys if k in reader.keys]
-    curves = (k for k in there if len(there) == 1 or len(reader.series(k)[0]) > 2)
-    return next(curves, there[0] if there else None)
+    return next((k for k in there if len(there) == 1 or len(reader.series(k)[0]) > 2), there[0] if there else None)
 
 # %% ../../nbs/widgets/panels.ipynb #94552447
 def _panel(readers: Sequence[Any], spec: Spec, smoothing: float | None, by: str) -> Panel:
@@ -135,9 +133,8 @@ def _panel(readers: Sequence[Any], spec: Spec, smoothing: float | None, by: str)
 # %% ../../nbs/widgets/panels.ipynb #2a211e2d
 def _peak_mark(reader: RunReader) -> list[Mark]:
     """Where the run reached the KL at which gold is predicted to peak; empty where it hasn't, or nothing is sure."""
-    keys = set(reader.keys)
     names = ("eval/gold", "eval/gold_stderr", "rewards/gold", "gold", "objective/kl")
-    known = {k: reader.means(k) for k in names if k in keys}
+    known = {k: reader.means(k) for k in names if k in set(reader.keys)}
     fitted = gold_fit(known)
     if fitted is None:
         return []
@@ -159,8 +156,7 @@ def _curve(reader: Any, key: str, label: str, color: int, smoothing: float | Non
         error = np.interp(at, where, wide) if len(where) else None
     half_life = 0.1 * (smoothing or 0.0) * float(at[-1] - at[0]) if len(at) > 9 else 0.0
     wanted = half_life > 0 or error is not None or (smoothing is None and len(at) < len(steps))
-    bold = (at, smooth(at, means, half_life)) if wanted else None
-    return Curve(label, steps, values, color, bold, error, kind, key)
+    return Curve(label, steps, values, color, (at, smooth(at, means, half_life)) if wanted else None, error, kind, key)
 
 
 def _along(reader: Any, curve: Curve, by: str) -> Curve:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..console import me
-from ..core import RunError, did_you_mean, printable, t_quantile
+from ..core import RunError, did_you_mean, grouped, printable, t_quantile
 from ..files import open_regular, read_regular, write_whole
 from ..run.health import health_of
 from ..strict import dotted, table_of
@@ -153,9 +153,8 @@ def experiments(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     Args:
         rows: of `Runs.rows`.
     """
-    alike: dict[str, list[dict[str, Any]]] = {}
-    for one in (r for row in rows for r in (row["stages"] or [row]) if r["state"] in ("ended", "silent")):
-        alike.setdefault(one["experiment"] and f"{one['experiment']} {one['method']}", []).append(one)
+    ended = [r for row in rows for r in (row["stages"] or [row]) if r["state"] in ("ended", "silent")]
+    alike = grouped((r["experiment"] and f"{r['experiment']} {r['method']}" for r in ended), ended)
     made = []
     for members in (m for key, m in alike.items() if key and len(m) > 1):
         shared = [n for n in _NUMBERS if all(n in r["numbers"] for r in members)]
@@ -333,8 +332,7 @@ class RunComparison:
             answers: as of `data`.
         """
         # it may be sent to others: no path of this machine
-        more = {"line": "", "moments": answers_at_steps(self.readers)}
-        told = inert_json(self.data(answers=answers) | more)
+        told = inert_json(self.data(answers=answers) | {"line": "", "moments": answers_at_steps(self.readers)})
         data = f'<script type="application/json">{told}</script>'
         return f'<div class="rc-compare"><div class="rc-still">{still}</div>{data}</div>'
 
@@ -434,8 +432,7 @@ class Runs:
 
     def _name(self, path: Path) -> str:
         """What a run is called here, and remembered by."""
-        here = path.resolve().name if path == self.folder else path.relative_to(self.folder).as_posix()
-        name = printable(here)
+        name = printable(path.resolve().name if path == self.folder else path.relative_to(self.folder).as_posix())
         self.paths[name] = path
         return name
 
