@@ -310,7 +310,8 @@ class _Play:
     """
 
     def __init__(self, by: Episodes, model: nn.Module, request: Request) -> None:
-        self.by, self.model, self.request = by, model, request
+        self.by, self.model, self.kept = by, model, dict[Any, Any]()
+        self.request = replace(request, kept=self.kept)
         self.config, self.tokenizer, self.waits = by.config, by.tokenizer, Waits()
         self.episodes = _entered(by, request)
 
@@ -329,10 +330,9 @@ class _Play:
 
     def _play(self) -> None:
         """Take turns until each episode is over."""
-        waits, kept = self.waits, self.request.kept
-        while waits.open:
+        while self.waits.open:
             ready = list[_Episode]()
-            heard = sorted(waits.arrived(), key=lambda x: (x[0].row, x[0].sample))
+            heard = sorted(self.waits.arrived(), key=lambda x: (x[0].row, x[0].sample))
             for e, _, seconds in heard:
                 e.waited += seconds
             self._open([(e, said) for e, said, _ in heard if not e.texts], ready)
@@ -342,10 +342,10 @@ class _Play:
             for e in ready:
                 if not e.stop:
                     turn = Turn(e.texts[-1], *e.asked, len(e.texts), self._left(e))
-                    waits.begin(e, partial(e.seat.step, turn), max(1e-3, self.config.max_seconds - e.waited))
+                    self.waits.begin(e, partial(e.seat.step, turn), max(1e-3, self.config.max_seconds - e.waited))
             for e in (*ready, *(x for x, _, _ in heard)):
-                if e.stop and kept:
-                    kept.pop((e.uid, e.sample), None)
+                if e.stop:
+                    self.kept.pop((e.uid, e.sample), None)
 
     def _left(self, e: _Episode) -> int:
         """How many tokens an episode may still have, drawn and observed."""
@@ -669,7 +669,7 @@ class Episodes(Sampler):
 
     def answer(self, model: nn.Module, request: Request) -> Rollout:
         """See `Sampler`; a rollout with the columns `episode`, `environments` and, by turns, `step_rewards`."""
-        return _Play(self, model, replace(request, kept={})).rollout()
+        return _Play(self, model, request).rollout()
 
 # %% ../../nbs/rollout/episodes.ipynb #7e200017
 class EnvironmentReward:

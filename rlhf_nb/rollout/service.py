@@ -199,10 +199,8 @@ class Rollouts:
         if not self.lag or self.workers is not None or not seconds < 0.05 * step_s or ticket.number != self.lag + 1:
             return ""
         dear = f"{older:.2g} s a step faster, which scoring older answers takes" if older else "as fast"
-        return (
-            f"rollouts.lag is {self.lag}, but the rewards of a step took {seconds:.2g} s of its {step_s:.2g} s, so there "
-            f"is little to hide, and answers are learnt from that are older: lag=0 is {dear}."
-        )
+        why = f"rollouts.lag is {self.lag}, but the rewards of a step took {seconds:.2g} s of its {step_s:.2g} s"
+        return f"{why}, so there is little to hide, and answers are learnt from that are older: lag=0 is {dear}."
 
     def state_dict(self, ends: Callable[[], object] = lambda: False) -> list[dict[str, Any]]:
         """All tickets, with their rewards; without, where they failed, or were late: they are asked for again.

@@ -235,18 +235,14 @@ class Actor:
             place = OnRay(how.ray, count)
         parts = lambda: (m.model, sampler or m.sampler, m.tokenizer, m.adapter)
         workers = Workers(count, how.lag + 2, parts, place) if count else None
-        return Rollouts(self, how.lag, 0 if self.computes else how.at_once or how.lag + 1, workers)
-
-    @property
-    def computes(self) -> bool:
-        """Whether a reward computes with a model of this process: then asking it is no waiting."""
-        return any(map(holds_model, self.method.rewards.fns))
+        return Rollouts(
+            self, how.lag, 0 if any(map(holds_model, m.rewards.fns)) else how.at_once or how.lag + 1, workers
+        )
 
     @property
     def asked(self) -> dict[str, Any]:
         """With which settings the reference is asked."""
-        cfg = self.method.config
-        return {"temperature": cfg.sampling.temperature, "token_budget": cfg.token_budget}
+        return {"temperature": (cfg := self.method.config).sampling.temperature, "token_budget": cfg.token_budget}
 
     def control(self) -> Control:
         """The temperature as what a person may set while the run goes on."""
@@ -313,7 +309,7 @@ class Actor:
     def rewarded(self, r: Rollout) -> Rollout:
         """Fill scores and their parts: asked for now, or before, where it was drawn ahead."""
         rewards = self.method.rewards
-        with self.method.meter.time("rewards" if self.computes else "wait_rewards"):
+        with self.method.meter.time("rewards" if any(map(holds_model, rewards.fns)) else "wait_rewards"):
             if self.ticket is None or r.completion_ids is not self.ticket.drawn.completion_ids:
                 r.scores, r.reward_parts = rewards(r)
             else:
