@@ -85,9 +85,8 @@ def _assistant(value: Any) -> dict[str, Any]:
 
 def _weights_format(value: Any) -> dict[str, Any] | None:
     """The format of the weights by its short name."""
-    short = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "auto": "auto"}.get(
-        str(value).removeprefix("torch.")
-    )
+    names = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "auto": "auto"}
+    short = names.get(str(value).removeprefix("torch."))
     return None if short is None else {"model.dtype": short}
 
 

@@ -80,11 +80,11 @@ class LoraSettings(StrictConfig):
 class ModelConfig(StrictConfig):
     """Which model and tokenizer, and how they are loaded."""
 
-    name_or_path: PathText | None = Field(
-        default=None, description="directory, GGUF file, hub name, short name (smollm2) or 'toy'; null: not said yet"
+    name_or_path: PathText | None = option(
+        None, "directory, GGUF file, hub name, short name (smollm2) or 'toy'; null: not said yet"
     )
-    tokenizer: PathText | None = Field(default=None, description="directory or hub name; null: the model's own")
-    lora: LoraSettings | None = Field(default=None, description="adapters instead of full training; null: all weights")
+    tokenizer: PathText | None = option(None, "directory or hub name; null: the model's own")
+    lora: LoraSettings | None = option(None, "adapters instead of full training; null: all weights")
     dtype: Annotated[PrecisionName, BeforeValidator(_short)] = option(
         "auto", "format of the weights; auto: decided from the device"
     )
@@ -92,8 +92,8 @@ class ModelConfig(StrictConfig):
         "sdpa", "attention kernel"
     )
     chat_template: PathText | None = option(None, "a name (chatml, qwen3, ...), a file, Jinja text; null: its own")
-    revision: str | None = Field(default=None, description="hub revision: branch, tag or commit")
-    trust_remote_code: bool = Field(default=False, description="run Python code that comes with a hub model")
+    revision: str | None = option(None, "hub revision: branch, tag or commit")
+    trust_remote_code: bool = option(False, "run Python code that comes with a hub model")
 
 
 class MixPart(StrictConfig):
@@ -111,15 +111,15 @@ class MixPart(StrictConfig):
 class DataConfig(StrictConfig):
     """Which rows, and how long they may be."""
 
-    path: PathText | None = Field(
-        default=None, description="file, directory, hub name, or 'toy' or 'sums' (made here); null: not said yet"
+    path: PathText | None = option(
+        None, "file, directory, hub name, or 'toy' or 'sums' (made here); null: not said yet"
     )
     mix: list[MixPart] | None = option(
         None, "several sources instead of path, [{path, weight, split}, ...]", min_length=1
     )
-    subset: str | None = Field(default=None, description="configuration name of a hub dataset")
+    subset: str | None = option(None, "configuration name of a hub dataset")
     revision: str | None = option(None, "of a hub dataset: branch, tag or commit; null: the main branch")
-    split: str = Field(default="train", description="split to train on")
+    split: str = option("train", "split to train on")
     eval_split: str | None = option(None, "split to evaluate on; null: eval_size rows of split")
     eval_size: int | None = option(None, "rows of split held out, drawn by lot; null: none", ge=1)
     eval_draw: int | Literal["end"] | None = option(
@@ -231,11 +231,9 @@ class OptimizerConfig(StrictConfig):
         """What belongs to one schedule isn't set with another."""
         ends = ("cosine_with_min_lr", "polynomial", "wsd")
         for key, kinds in (("min_lr_rate", ends), ("power", ("polynomial",)), ("decay_steps", ("wsd",))):
-            if key in self.model_fields_set and getattr(self, key) != OptimizerConfig.model_fields[key].default:
-                if self.schedule not in kinds:
-                    raise ValueError(
-                        f"{key} belongs to schedule {' or '.join(kinds)}, but schedule is {self.schedule!r}."
-                    )
+            given = key in self.model_fields_set and getattr(self, key) != OptimizerConfig.model_fields[key].default
+            if given and self.schedule not in kinds:
+                raise ValueError(f"{key} belongs to schedule {' or '.join(kinds)}, but schedule is {self.schedule!r}.")
         return self
 
     @model_validator(mode="after")
@@ -335,26 +333,22 @@ class TrainConfig(StrictConfig):
     micro_batch_size: int | None = option(None, "most rows per forward; null: no limit", ge=1)
     token_budget: int = option(4096, "most tokens per forward, padding included", ge=1)
     num_inner_epochs: int = option(1, "passes over each collected batch", ge=1)
-    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="the optimizer and its schedule")
-    precision: PrecisionName = Field(default="auto", description="number format of the computation")
-    recompute: bool = Field(default=False, description="compute activations twice instead of keeping them")
-    device: str = Field(
-        default="auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$", description="auto, cpu, mps, cuda or cuda:1"
-    )
-    save_every: Every = Field(default="10min", description="steps, time or epoch between checkpoints; null: at the end")
-    keep_checkpoints: int = Field(default=2, ge=1, description="newest checkpoints kept")
-    keep_best: str | None = Field(default=None, description="metric whose best checkpoint stays, too: eval/loss:min")
-    load_best: bool = Field(default=False, description="end with the weights of the best checkpoint (keep_best)")
-    async_save: bool = Field(default=True, description="write checkpoints in a background thread")
-    log_every: int = Field(default=1, ge=1, description="steps between log lines")
+    optimizer: OptimizerConfig = option(OptimizerConfig(), "the optimizer and its schedule")
+    precision: PrecisionName = option("auto", "number format of the computation")
+    recompute: bool = option(False, "compute activations twice instead of keeping them")
+    device: str = option("auto", "auto, cpu, mps, cuda or cuda:1", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")
+    save_every: Every = option("10min", "steps, time or epoch between checkpoints; null: at the end")
+    keep_checkpoints: int = option(2, "newest checkpoints kept", ge=1)
+    keep_best: str | None = option(None, "metric whose best checkpoint stays, too: eval/loss:min")
+    load_best: bool = option(False, "end with the weights of the best checkpoint (keep_best)")
+    async_save: bool = option(True, "write checkpoints in a background thread")
+    log_every: int = option(1, "steps between log lines", ge=1)
     comm_every: int | None = option(None, "steps between updates whose messages between processes are timed", ge=1)
     eval_every: Annotated[int, Field(ge=1)] | Literal["epoch"] | None = option(
         None, "steps (or epoch) between evaluations; null: only at the end"
     )
-    stop_on: StopConfig | None = Field(
-        default=None, description="end early: {metric, patience, min_delta, mode}, or overoptimised"
-    )
-    trackers: list[Tracker] = Field(default_factory=list, description="dashboards to report to; none by default")
+    stop_on: StopConfig | None = option(None, "end early: {metric, patience, min_delta, mode}, or overoptimised")
+    trackers: list[Tracker] = option([], "dashboards to report to; none by default")
     max_nonfinite: int = option(3, "NaN or Inf steps in a row that are skipped, not fatal", ge=0)
     console: bool = option(True, "show progress")
 

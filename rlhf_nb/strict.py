@@ -491,9 +491,7 @@ class StrictConfig(BaseModel):
 
         def __getattr__(self, name: str) -> Any:
             """A setting under TRL's name, for scripts that read it."""
-            if name.startswith("_"):
-                return super().__getattr__(name)
-            return said_back(self, name)
+            return super().__getattr__(name) if name.startswith("_") else said_back(self, name)
 
     def __delattr__(self, name: str) -> None:
         raise ConfigError(f"{name}: settings don't change after they are made.")

@@ -101,9 +101,7 @@ def along(f: Callable[..., Tensor], *xs: Tensor) -> Tensor:
         Of any shape that f makes.
     """
     y, kept = f(*xs), [_known(x) for x in xs]
-    if y.device.type == "cpu" or any(k is None for k in kept):
-        return y
-    return remember(y, f(*kept))
+    return y if y.device.type == "cpu" or any(k is None for k in kept) else remember(y, f(*kept))
 
 
 def fetch(xs: Iterable[Tensor]) -> None:
@@ -664,9 +662,8 @@ class PreferenceBatch(Batch):
         ids = along(lambda a, b: _alternate(a, b, pad_id), self.chosen_ids, self.rejected_ids)
         lens = along(lambda a, b: torch.stack([a, b], 1).flatten(), self.chosen_lens, self.rejected_lens)
         counts = along(lambda a, b: _alternate(a, b, 0), self.chosen_mask, self.rejected_mask)
-        prompt_ids, prompt_mask = (
-            along(lambda x: x.repeat_interleave(2, 0), x) for x in (self.prompt_ids, self.prompt_mask)
-        )
+        prompts = (self.prompt_ids, self.prompt_mask)
+        prompt_ids, prompt_mask = (along(lambda x: x.repeat_interleave(2, 0), x) for x in prompts)
         return Completions(prompt_ids, prompt_mask, ids, lens, counts)
 
 

@@ -19,14 +19,19 @@ openai = pytest.importorskip("openai", reason="the official client isn't install
 pytest.importorskip("fastapi", reason="the extra `serve` isn't installed")
 httpx = pytest.importorskip("httpx", reason="the official client isn't installed: pip install .[test]")
 
+import torch  # noqa: E402
+from transformers import Qwen2Config, Qwen2ForCausalLM  # noqa: E402
+
 from rlhf_nb.config import ModelConfig, SamplingConfig  # noqa: E402
 from rlhf_nb.core import ModelError, decide_precision  # noqa: E402
 from rlhf_nb.data import toy  # noqa: E402
 from rlhf_nb.data.templates import set_chat_template  # noqa: E402
+from rlhf_nb.fast import engine  # noqa: E402
 from rlhf_nb.fast.support import use_fast  # noqa: E402
 from rlhf_nb.feedback.traffic import TrafficLog, read_traffic  # noqa: E402
 from rlhf_nb.models.load import load_causal_lm, load_tokenizer  # noqa: E402
 from rlhf_nb.rollout.sampler import sample  # noqa: E402
+from rlhf_nb.run.log import resident_mb  # noqa: E402
 from rlhf_nb.serve.api import create_app  # noqa: E402
 from rlhf_nb.serve.batcher import TURN, AnswerPiece, Ask, Batcher, ServedEngine  # noqa: E402
 from rlhf_nb.serve.door import bind, make_server  # noqa: E402
@@ -537,6 +542,29 @@ def test_exact_is_said_only_where_it_was_measured(folder: str, running: Running)
     with use_fast(False):
         own = load_site(ServeConfig(models={"toy": folder}, max_context=64))
     assert own.models["toy"].answers.startswith("close: the model runs its own forward pass")
+
+
+@pytest.mark.skipif(engine._TRIM is None, reason="what is freed is given back by glibc only when asked")
+def test_a_growing_cache_gives_back_what_it_left() -> None:
+    net: Any = Qwen2ForCausalLM(Qwen2Config(
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=12, num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=4096,
+    )).eval()  # fmt: skip
+    took: list[float] = []
+
+    def serve() -> None:  # in a thread, as the server
+        with torch.inference_mode():
+            cache = engine.RowCache(engine.decoder_for(net, 4096), 16, 4096, 1, 16 * 4400)
+            torch.ones(31_000_000, dtype=torch.uint8)  # once such a block was freed, glibc keeps blocks up to its size
+            before = resident_mb()
+            for rows in (1, 2, 3, 5, 9, 16):
+                cache.grow(rows, 4000)
+                for layer in cache.cache:
+                    layer[:, :rows] = 1
+            took.append((resident_mb() - before) / (cache.nbytes / 2**20))
+
+    thread = threading.Thread(target=serve)
+    thread.start(), thread.join()
+    assert took[0] < 1.15, f"{took[0]:.2f} times what keys and values take"
 
 
 def test_memory_is_stated_and_kept(folder: str) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from pydantic import Field
 
 from ..config import StrictConfig, option
 from ..core import ConfigError, DataError, did_you_mean
@@ -28,10 +27,8 @@ class Task(StrictConfig):
 
     margin: float = option(0.02, "largest loss of mean score that is accepted", ge=0)
     fingerprint: str = option("", "of rows and rule")
-    settings: dict[str, Any] = Field(
-        default_factory=dict, description="of the baseline's answers that must be the same"
-    )
-    rows: dict[str, float] = Field(default_factory=dict, description="the baseline's score of each row")
+    settings: dict[str, Any] = option({}, "of the baseline's answers that must be the same")
+    rows: dict[str, float] = option({}, "the baseline's score of each row")
 
 
 class Frozen(StrictConfig):
@@ -41,7 +38,7 @@ class Frozen(StrictConfig):
     version: Literal[1] = option(1, "of the format")
     model: str = option("", "the baseline")
     level: float = option(0.95, "one-sided, of each bound", ge=0.5, lt=1)
-    tasks: dict[str, Task] = Field(default_factory=dict, description="by suite")
+    tasks: dict[str, Task] = option({}, "by suite")
 
 
 class Capability(NamedTuple):

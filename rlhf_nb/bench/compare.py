@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from zlib import crc32
 
-from pydantic import Field
 from rich.table import Table
 
 from ..console import me
@@ -51,9 +50,9 @@ class Compared(StrictConfig):
     version: int = option(1, "of the format")
     suite: str = option("", "what was asked")
     judge: Any = option(None, "who compared; null: the suite's own scores")
-    models: dict[str, dict[str, Any]] = Field(default_factory=dict, description="by name: score and length as metrics")
-    pairs: list[dict[str, Any]] = Field(default_factory=list, description="difference, win rate, tests, decision")
-    notes: list[str] = Field(default_factory=list, description="what a reader should know")
+    models: dict[str, dict[str, Any]] = option({}, "by name: score and length as metrics")
+    pairs: list[dict[str, Any]] = option([], "difference, win rate, tests, decision")
+    notes: list[str] = option([], "what a reader should know")
 
 
 class _Side(NamedTuple):

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from pydantic import Field
 from rich.table import Table
 
 from ..console import me
@@ -73,9 +72,7 @@ class EvalConfig(Judging):
     timeout: float = option(60.0, "seconds for one request to that server", gt=0)
     concurrency: int = option(8, "requests to that server in flight", ge=1)
     decoder: DecoderConfig = option(DecoderConfig(), "how answers are made; decoder=best_of_n:16 (docs/decoding.md)")
-    measures: list[RewardEntry] = Field(
-        default_factory=list, description="further rewards that are reported, as in rewards"
-    )
+    measures: list[RewardEntry] = option([], "further rewards that are reported, as in rewards")
 
 # %% ../../nbs/bench/evals.ipynb #5b2c7daf
 _OURS: dict[str, ScoringRule] = {"refusal": refusal_rule, "flip": flip_rule}

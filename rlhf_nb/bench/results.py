@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
-from pydantic import BeforeValidator, Field, TypeAdapter
+from pydantic import BeforeValidator, TypeAdapter
 
 from ..config import StrictConfig, option
 from ..core import DataError
@@ -48,9 +48,8 @@ class Metric(StrictConfig):
         return cls(value=float(e.value), low=low, high=high, n=e.n, level=e.level, method=e.method)
 
     def __str__(self) -> str:
-        return f"{self.value:.3f}" + (
-            f" [{self.low:.3f}, {self.high:.3f}]" if self.low is not None and self.high is not None else ""
-        )
+        known = self.low is not None and self.high is not None
+        return f"{self.value:.3f}" + (f" [{self.low:.3f}, {self.high:.3f}]" if known else "")
 
 
 class RowResult(StrictConfig):
@@ -60,7 +59,7 @@ class RowResult(StrictConfig):
     score: float | None = option(None, "mean over its samples; null: no opinion")
     length: float | None = option(None, "mean tokens of an answer; null: unknown, or nothing was written")
     slice: str | None = option(None, "which kind of prompt; null: not asked for")
-    samples: list[float | None] = Field(default_factory=list, description="score of each sample")
+    samples: list[float | None] = option([], "score of each sample")
 
 
 _Cost = Annotated[DecodeCost | None, BeforeValidator(TypeAdapter(DecodeCost | None).validate_python)]
@@ -74,12 +73,12 @@ class Results(StrictConfig):
     model: str = option("", "who was asked, as it was named")
     suite: str = option("", "what was asked")
     fingerprint: str = option("", "of rows and rule; results with the same one can be paired")
-    settings: dict[str, Any] = Field(default_factory=dict, description="what else decided the numbers")
-    metrics: dict[str, Metric] = Field(default_factory=dict, description="by name; score is the one that counts")
-    slices: dict[str, Metric] = Field(default_factory=dict, description="score by kind of prompt")
-    cost: _Cost = Field(default=None, description="of the decoder; null: the model answered plainly")
-    notes: list[str] = Field(default_factory=list, description="what a reader should know")
-    rows: list[RowResult] = Field(default_factory=list, description="one for each prompt")
+    settings: dict[str, Any] = option({}, "what else decided the numbers")
+    metrics: dict[str, Metric] = option({}, "by name; score is the one that counts")
+    slices: dict[str, Metric] = option({}, "score by kind of prompt")
+    cost: _Cost = option(None, "of the decoder; null: the model answered plainly")
+    notes: list[str] = option([], "what a reader should know")
+    rows: list[RowResult] = option([], "one for each prompt")
 
     def save(self, path: str | Path) -> Path:
         """Write it; the file is the old or the new one, never half."""

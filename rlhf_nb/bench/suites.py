@@ -52,7 +52,7 @@ class SuiteConfig(StrictConfig):
     task: Literal["answer", "choice"] = option("answer", "answers are written, or chosen by their probability")
     rule: dict[str, Any] = option({}, "how answers are scored: an entry as in rewards, or refusal, flip, judge")
     template: str | None = option(None, "the prompt, with {columns} to be filled; null: the column prompt or turns")
-    columns: dict[str, str] = Field(default_factory=dict, description="of a file: its name for a column: ours")
+    columns: dict[str, str] = option({}, "of a file: its name for a column: ours")
     max_new_tokens: int = option(256, "longest answer", ge=1)
     samples: int = option(1, "answers to each prompt; several are drawn, one is the likeliest", ge=1)
     slice: str | None = option(None, "a column by which numbers are also told apart")
@@ -479,9 +479,8 @@ def _begun_as_now(head: Path, now: Mapping[str, Any]) -> None:
                 f"{marks.get(name, 1)}; it is {version} now): old and new scores can't be mixed. --overwrite evaluates "
                 "anew, or choose another output_dir."
             )
-    check_same(
-        before, {k: v for k, v in now.items() if k != "rules"}, f"{head.parent} holds answers with", "output_dir"
-    )
+    rest = {k: v for k, v in now.items() if k != "rules"}
+    check_same(before, rest, f"{head.parent} holds answers with", "output_dir")
 
 # %% ../../nbs/bench/suites.ipynb #1845dc8d
 def run_rows(
@@ -523,11 +522,8 @@ def run_rows(
     for number, rows in enumerate(chunks):
         if number * chunk < done:
             continue
-        new = [
-            {"chunk": number, "id": row["id"], "sample": j, **line}
-            for row, mine in zip(rows, work(rows), strict=True)
-            for j, line in enumerate(mine)
-        ]
+        made = [(row["id"], j, x) for row, mine in zip(rows, work(rows), strict=True) for j, x in enumerate(mine)]
+        new = [{"chunk": number, "id": key, "sample": j, **line} for key, j, line in made]
         append_rows(path, new)
         lines += [json_value(json.dumps(line)) for line in new]
         if say:

@@ -46,9 +46,7 @@ class Manner:
 
     def __str__(self) -> str:
         s = self.sampling
-        cut = [
-            f"{k} {getattr(s, k):g}" for k, off in (("top_k", 0), ("top_p", 1), ("min_p", 0)) if getattr(s, k) != off
-        ]
+        cut = [f"{k} {getattr(s, k):g}" for k, x in (("top_k", 0), ("top_p", 1), ("min_p", 0)) if getattr(s, k) != x]
         drawn = "the likeliest token each time" if self.greedy else ", ".join([f"temperature {s.temperature:g}", *cut])
         return f"{'through its chat template' if self.chat else 'as bare text, to be continued'}; {drawn}"
 

@@ -88,14 +88,8 @@ def _no_format(columns: Iterable[str] | Mapping[str, Any], allowed: Sequence[str
     begins = f"{where}: the columns are {listed(there) or 'none'}{none}, but {what} needs {needs}."
     row = columns if isinstance(columns, Mapping) else {}
     small = {c.lower(): row[c] for c in there} if row else {}
-    if (
-        small.keys() - {*there}
-        and len(small) == len(there)
-        and (
-            any(small.keys() >= {*COLUMNS[f]} for f in allowed)
-            or {s.gives for s in shapes_of(small, None)} & {*allowed}
-        )
-    ):
+    fits = any(small.keys() >= {*COLUMNS[f]} for f in allowed) or {s.gives for s in shapes_of(small, None)} & {*allowed}
+    if small.keys() - {*there} and len(small) == len(there) and fits:
         renames = ", ".join(f"{c}: {c.lower()}" for c in there if c.lower() != c)
         return DataError(f"{begins} Names are told by their small letters: data.columns={{{renames}}} reads them so.")
     shapes = shapes_of(row, None)

@@ -94,9 +94,8 @@ def _why(name: str, revision: str | None) -> Exception | None:
     api = HfApi(endpoint=endpoint())
     try:
         try:
-            api.get_hf_file_metadata(
-                url=hf_hub_url(name, "README.md", repo_type="dataset", revision=revision, endpoint=endpoint())
-            )
+            url = hf_hub_url(name, "README.md", repo_type="dataset", revision=revision, endpoint=endpoint())
+            api.get_hf_file_metadata(url=url)
         except errors.EntryNotFoundError:
             api.dataset_info(name, revision=revision)
     except Exception as e:

@@ -48,11 +48,9 @@ def parts_of(data: DataConfig) -> list[DataConfig]:
     if data.mix is None:
         place_of(data)
         return [data]
-    out = []
-    for part in data.mix:
-        given = {k: getattr(part, k) for k in ("path", "split", "subset", "revision", "columns", "shape")}
-        out.append(data.replace(mix=None, **{k: v for k, v in given.items() if v is not None}))
-    return out
+    keys = ("path", "split", "subset", "revision", "columns", "shape")
+    given = [{k: v for k in keys if (v := getattr(part, k)) is not None} for part in data.mix]
+    return [data.replace(mix=None, **own) for own in given]
 
 
 def names_of(data: DataConfig) -> list[str]:

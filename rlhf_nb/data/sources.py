@@ -231,8 +231,9 @@ def length_report(
     prompt, total = sizes[:, 0], sizes.sum(1)
     long_prompt = np.zeros(len(rows), dtype=bool) if max_prompt_length is None else prompt > max_prompt_length
     long = np.zeros(len(rows), dtype=bool) if max_length is None else total > max_length
+    sides = (prompt, sizes[:, 1], total)
     prompts, completions, totals = (
-        {p: int(np.percentile(x, p, method="inverted_cdf")) for p in PERCENTILES} for x in (prompt, sizes[:, 1], total)
+        {p: int(np.percentile(x, p, method="inverted_cdf")) for p in PERCENTILES} for x in sides
     )
     cut_prompts, cut = int(long_prompt.sum()), int((long | long_prompt).sum())
     report = LengthReport(len(rows), prompts, completions, totals, max_length, max_prompt_length, cut_prompts, cut)
@@ -315,9 +316,8 @@ def _sft_tokens(rows: list[Row], tok: Any, completion_only: bool, chat: bool | N
     out: list[list[Answered]] = [[] for _ in rows]
     texts = [i for i, r in enumerate(rows) if "text" in r]
     heads = encode_prompts(tok, [""] * len(texts)) if tok.bos_token_id is not None else [[] for _ in texts]
-    for i, head, ids in zip(
-        texts, heads, encode_continuations(tok, [rows[i]["text"].removeprefix(tok.bos_token or "") for i in texts])
-    ):
+    bare = [rows[i]["text"].removeprefix(tok.bos_token or "") for i in texts]
+    for i, head, ids in zip(texts, heads, encode_continuations(tok, bare)):
         out[i] = [_all_tokens(head, ids)]
     chats = [i for i, r in enumerate(rows) if "messages" in r]
     for i, parts in zip(chats, encode_dialogues(tok, [rows[i]["messages"] for i in chats], tools=_tools(rows, chats))):

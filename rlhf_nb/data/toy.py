@@ -68,9 +68,7 @@ def number_word(n: int) -> str:
     """A number from 0 to 59 in words; none is "no", as in "no legs"."""
     if not 0 <= n < 60:
         raise DataError(f"number_word: {n} is outside 0..59, the numbers Pip can say. Use smaller counts.")
-    if n < 20:
-        return _UNITS[n]
-    return _TENS[n // 10 - 2] + ("-" + _UNITS[n % 10] if n % 10 else "")
+    return _UNITS[n] if n < 20 else _TENS[n // 10 - 2] + ("-" + _UNITS[n % 10] if n % 10 else "")
 
 # %% ../../nbs/data/toy.ipynb #1d1597d0
 ASK: dict[str, list[str]] = _WORDS["ask"]

@@ -75,9 +75,8 @@ def best_of_curve(scores: Tensor, values: Tensor | None = None, sizes: Sequence[
     k = torch.tensor(range(1, n + 1) if sizes is None else sizes, dtype=torch.float64)
     if len(k) and not 1 <= int(k.min()) <= int(k.max()) <= n:
         raise DataError(f"the best of {int(k.max())}: there are {n} answers, so k lies between 1 and {n}.")
-    ranked = torch.tensor(
-        [_shares(v, s) for v, s in zip(values.double().tolist(), scores.double().tolist())], dtype=torch.float64
-    )
+    rows = zip(values.double().tolist(), scores.double().tolist())
+    ranked = torch.tensor([_shares(v, s) for v, s in rows], dtype=torch.float64)
     below = torch.arange(n, dtype=torch.float64)[:, None]
     return ranked @ (_log_choose(below, k - 1) - _log_choose(torch.tensor(float(n), dtype=torch.float64), k)).exp()
 

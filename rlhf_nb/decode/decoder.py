@@ -54,9 +54,8 @@ class DecodeCost:
         loosest = max(self.kl_is, other.kl_is, key=("exact", "estimate", "at most", "").index)
         gains = {k: mean(v, other.gains[k]) for k, v in self.gains.items() if k in other.gains}
         tokens, kept, read = self.tokens + other.tokens, self.kept + other.kept, self.read + other.read
-        return DecodeCost(
-            n, tokens, kept, self.seconds + other.seconds, read, kl, loosest if kl is not None else "", gains
-        )
+        kl_is = loosest if kl is not None else ""
+        return DecodeCost(n, tokens, kept, self.seconds + other.seconds, read, kl, kl_is, gains)
 
     def __str__(self) -> str:
         of = "" if self.tokens == self.kept else f", {self.tokens / max(self.kept, 1):.1f} for each that is kept"

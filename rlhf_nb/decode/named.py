@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from ..aliases import elsewhere
 from ..config import StrictConfig, option
@@ -71,9 +71,9 @@ class DecoderConfig(StrictConfig):
 
     kind: str = option("plain", "plain, best_of_n, vote, constrained; best_of_n:16 sets n, too")
     n: int = option(16, "draws for each answer", ge=1)
-    reward: Any = Field(
-        default=None,
-        description="what draws are chosen by: folder of a reward model, or an entry as in rewards; null in training: "
+    reward: Any = option(
+        None,
+        "what draws are chosen by: folder of a reward model, or an entry as in rewards; null in training: "
         "the run's own",
     )
     vote: str = option(
@@ -82,11 +82,10 @@ class DecoderConfig(StrictConfig):
         pattern="^(number|choice|text)$",
     )
     regex: str | None = option(None, "of constrained, and of kinds that draw: what a whole answer matches")
-    json_schema: Any = Field(default=None, description="instead: a JSON schema that answers fit, or its file")
+    json_schema: Any = option(None, "instead: a JSON schema that answers fit, or its file")
     grammar: str | None = option(None, "instead: file of a Lark grammar that answers fit")
-    stop: str | list[str] = Field(
-        default_factory=list,
-        description="where answers end: texts, json, lines:1, sentences:2, regex:PATTERN; [] at EOS only",
+    stop: str | list[str] = option(
+        [], "where answers end: texts, json, lines:1, sentences:2, regex:PATTERN; [] at EOS only"
     )
 
     @model_validator(mode="before")

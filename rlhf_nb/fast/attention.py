@@ -355,12 +355,8 @@ def asked_attention() -> str:
 
 
 TRIED: Branches = [[5, 3], [17, 4, 2, 30], [9, 0, 6], [150, 40, 70]]  # what a kernel is compared on
-ROUNDING = {
-    torch.float64: 1e-9,
-    torch.float32: 1e-3,
-    torch.float16: 0.02,
-    torch.bfloat16: 0.08,
-}  # of the largest number
+# of the largest number
+ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.08}
 
 
 def _with_gradients(f: Callable[..., Tensor], qkv: list[Tensor], g: Tensor, learns: bool) -> list[Tensor]:
@@ -418,11 +414,8 @@ _refused: dict[tuple[str, AttentionShape], str] = {}  # why a kernel isn't used 
 def _refuse(name: str, s: AttentionShape, reason: str) -> None:
     """From now on a kernel isn't used for a shape, which is said once."""
     _refused[name, s] = reason
-    log.warning(
-        "attention by %s isn't used here: %s. The next way is taken, at last padded rows: the same numbers, slower.",
-        name,
-        reason,
-    )
+    next_way = "The next way is taken, at last padded rows: the same numbers, slower."
+    log.warning("attention by %s isn't used here: %s. %s", name, reason, next_way)
 
 
 def flat_kernel(s: AttentionShape) -> str | None:

@@ -60,9 +60,8 @@ class FastDecoder(Blocks):
         super().__init__(body, dtype, copied(body.get_input_embeddings().weight, dtype, size, max_bytes))
         self.head, self.length = Projection([m.lm_head], self.fuse, dtype), length
         self.copies = (size + m.lm_head.weight.numel()) * dtype.itemsize if self.fuse else 0  # bytes, at most
-        on_cpu = (
-            body.device.type == "cpu"
-        )  # where attention over float32 costs little, and its kernel for bfloat16 is the slower one
+        # there attention over float32 costs little, and its kernel for bfloat16 is the slower one
+        on_cpu = body.device.type == "cpu"
         self.cached: torch.dtype = body.get_input_embeddings().weight.dtype if on_cpu else dtype
         # what a CPU's keys and values are rounded to in each product, so that they are kept like it
         self.kept = dtype if self.cached == torch.float32 else self.cached
@@ -128,9 +127,8 @@ def prefill(decoder: FastDecoder, prompts: list[Tensor], max_tokens: int = 1024)
         # column → token, prompts ending at s
         shift = (torch.arange(s, device=device) - (s - lens[:, None])).clamp_(min=0)
         ragged = len(group[0]) != s
-        past = torch.empty(
-            len(decoder.layers), 2, n, decoder.kv_heads, s, decoder.head_dim, dtype=decoder.cached, device=device
-        )
+        shape = (len(decoder.layers), 2, n, decoder.kv_heads, s, decoder.head_dim)
+        past = torch.empty(shape, dtype=decoder.cached, device=device)
 
         def attend(index: int, qkv: Tensor, scale: float) -> Tensor:
             kv = qkv[:, decoder.heads :].view(n, s, 2, decoder.kv_heads, -1)  # noqa: B023
@@ -314,9 +312,8 @@ def decode(
     width = len(prompts[-1]) if on_cpu else -(-len(prompts[-1]) // 32) * 32
     total = width + new_tokens + (spare if size < rows else 0)
     total = total if on_cpu else -(-total // 8) * 8  # a mask of another width is copied by each layer of each step
-    cache = torch.zeros(
-        len(decoder.layers), 2, size, decoder.kv_heads, total, decoder.head_dim, dtype=decoder.cached, device=device
-    )
+    shape = (len(decoder.layers), 2, size, decoder.kv_heads, total, decoder.head_dim)
+    cache = torch.zeros(shape, dtype=decoder.cached, device=device)
     slots = Slots(cache, rows, new_tokens, width, uniforms)
     queue = Queue(prompts, repeats, 1024 if on_cpu else 16384)
     steps = run(decoder, slots, choose, queue, ends or over is not None, over=over)

@@ -3,8 +3,10 @@
 # %% ../../nbs/fast/engine.ipynb #e61e0004
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
+import sys
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -34,6 +36,7 @@ CHUNK = 128  # columns whose mixture is one product: of longer ones, libraries c
 BEGINNING = 8  # tokens: a shorter beginning isn't copied
 READ_AT_ONCE = 1024  # tokens that are read in one pass, padding included
 MASK = 1 << 24  # numbers of attention weights in a pass, at most
+_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None  # glibc
 
 
 def decoder_for(model: Any, length: int, max_bytes: int = 1 << 28) -> FastDecoder:
@@ -127,7 +130,7 @@ class RowCache:
         self.dense = decoder.kept.itemsize < decoder.cached.itemsize  # products of halves copy what has gaps
         self.spare = 0 if self.dense else columns_for(0, decoder.head_dim)
         self.device: torch.device = decoder.body.get_input_embeddings().weight.device
-        self.places = rows * (self.columns + self.spare) if places is None else places
+        self.places, self.bounded = rows * (self.columns + self.spare) if places is None else places, places is not None
         self.by_products = self.device.type == "cpu" and decoder.cached.itemsize >= 4  # else the library's attention
         self.owners, self.copied = [""] * rows, 0
         self.cache: list[Tensor] = []
@@ -150,6 +153,8 @@ class RowCache:
                 r, c = min(before.shape[1], rows), min(before.shape[3] - self.spare, columns)
                 new[:, :r, :, :c] = before[:, :r, :, :c]
             self.cache.append(new)
+            if self.bounded and _TRIM and new.nbytes > 1 << 20:  # else the C library keeps what the old ones took
+                _TRIM(0)
 
     @property
     def nbytes(self) -> int:

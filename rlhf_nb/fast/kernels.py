@@ -447,9 +447,6 @@ def fused(device: torch.device, dtype: torch.dtype = torch.float32) -> bool:
         except Exception as e:  # a compiler that is missing, a card that Triton doesn't know: PyTorch is always there
             _refused[device] = reason = f"{type(e).__name__}: {(str(e).strip().splitlines() or [''])[0]}"
         if reason:
-            log.warning(
-                "our kernels aren't used on %s: %s. PyTorch's operations are: the same numbers, slower.",
-                device,
-                reason,
-            )
+            slower = "PyTorch's operations are: the same numbers, slower."
+            log.warning("our kernels aren't used on %s: %s. %s", device, reason, slower)
     return not _refused[device]

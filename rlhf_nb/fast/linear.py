@@ -137,9 +137,8 @@ def plain_weight(module: nn.Module) -> tuple[Tensor, Tensor | None] | None:
         return None
     base = plain_weight(module.base_layer)
     layer: Any = module
-    if (
-        base is None or layer.merged or base[0].dtype != torch.float32
-    ):  # in half precision a merged delta is rounded away
+    # in half precision a merged delta is rounded away
+    if base is None or layer.merged or base[0].dtype != torch.float32:
         return base if base is not None and layer.merged and not layer.disable_adapters else None
     if layer.disable_adapters:
         return base
@@ -212,9 +211,8 @@ def add_product(total: Tensor | None, g: Tensor, x: Tensor, whole: bool = False)
         return ops.addmm.dtype_out(total, g.T, x, wide, out=total)  # type: ignore[no-any-return]
     part = g.T @ x
     if total is not None:
-        for rows, more in zip(
-            torch.split(total, 4096), torch.split(part, 4096)
-        ):  # widened a piece at a time, not as a whole matrix
+        # widened a piece at a time, not as a whole matrix
+        for rows, more in zip(torch.split(total, 4096), torch.split(part, 4096)):
             rows += more
         return total
     return part.float() if not whole and part.dtype in (torch.bfloat16, torch.float16) else part
@@ -350,12 +348,8 @@ def rounded_products(x: Tensor, modules: list[nn.Module]) -> list[Tensor] | None
         return None
     dtype, parts = torch.get_autocast_dtype(kind), [plain_weight(m) if type(m) is nn.Linear else None for m in modules]
     plain = [p for p in parts if p is not None]
-    if (
-        dtype.itemsize >= 4
-        or x.dtype == torch.float64
-        or len(plain) < len(parts)
-        or not all(_is_wide(w) for w, _ in plain)
-    ):
+    wide = len(plain) == len(parts) and all(_is_wide(w) for w, _ in plain)
+    if dtype.itemsize >= 4 or x.dtype == torch.float64 or not wide:
         return None
     return list(_RoundedProducts.apply(x, dtype, *(t for p in plain for t in p)))  # type: ignore[no-untyped-call]
 
@@ -393,9 +387,8 @@ def gated_silu(a: Tensor, b: Tensor) -> Tensor:
     return _GatedSilu.apply(a, b)  # type: ignore[no-any-return, no-untyped-call]
 
 # %% ../../nbs/fast/linear.ipynb #053e9b47
-PACK = range(
-    1 << 17, 1 << 26
-)  # parameters of a weight: below, it stays in the processor's caches anyway; above, a copy is large
+# parameters of a weight: below, it stays in the processor's caches anyway; above, a copy is large
+PACK = range(1 << 17, 1 << 26)
 
 
 def pays_to_pack(weight: Tensor) -> bool:

@@ -32,9 +32,8 @@ class Slots:
         size, heads, columns, device = cache.shape[2], cache.shape[3], cache.shape[4], cache.device
         self.cache, self.uniforms = cache, uniforms
         self.mask = torch.empty(size, heads, 1, columns, dtype=cache.dtype, device=device)
-        self.ids = torch.full(
-            (new_tokens + 1, rows), -1, device=device
-        )  # by row; the last line is for what is thrown away
+        # by row; the last line is for what is thrown away
+        self.ids = torch.full((new_tokens + 1, rows), -1, device=device)
         self.logps = torch.zeros(self.ids.shape, device=device)
         # where the next token is recorded (position in the completion · B + row), the token to feed next, its position
         # in the row

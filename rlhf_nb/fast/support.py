@@ -74,16 +74,10 @@ def changed_here(m: nn.Module, harmless: tuple[str, ...] = ()) -> str | None:
     cls, here = type(m), m.__dict__
     if "forward" in here:
         return f"the forward of a {cls.__name__} was replaced on the instance"
-    for hooks in (
-        here["_forward_hooks"],
-        here["_forward_pre_hooks"],
-        here["_backward_hooks"],
-        here["_backward_pre_hooks"],
-    ):
-        if hooks and not all(
-            str(getattr(h, "__module__", "?")).startswith(harmless + _RECORDS) for h in hooks.values()
-        ):
-            return f"a {cls.__name__} in it has hooks"
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    hooks = [h for kind in kinds for h in here[kind].values()]
+    if not all(str(getattr(h, "__module__", "?")).startswith(harmless + _RECORDS) for h in hooks):
+        return f"a {cls.__name__} in it has hooks"
     if _own_forward.get(cls) is not cls.forward:
         if not _is_own(cls):
             return f"a {cls.__name__} in it doesn't run the forward that its library wrote"
@@ -122,9 +116,8 @@ _HEAD = re.compile(
     r"logits = self\.(\w+)\(hidden_states(?:\[:, slice_indices, :\])?\)(?:\.contiguous\(\)|\.float\(\))?"
     r"(?: \* self\.config\.logits_scaling| \* self\.model\.lm_head_multiplier)?"
 )
-_parts: dict[
-    Any, tuple[str, str] | str
-] = {}  # outer forward → names of decoder and head, or the statement that is unknown
+# outer forward → names of decoder and head, or the statement that is unknown
+_parts: dict[Any, tuple[str, str] | str] = {}
 
 
 def _read_forward(f: Any) -> tuple[str, str] | str:
@@ -234,9 +227,8 @@ def _unverified(module: Any, prefix: str) -> bool:
 # %% ../../nbs/fast/support.ipynb #ba44022a
 _CALLED = (
     "torch.nn.modules.linear torch.nn.modules.sparse torch.nn.modules.normalization torch.nn.modules.activation "
-    "torch.nn.modules.container "
-    "torch.nn.modules.dropout transformers.activations transformers.pytorch_utils peft.tuners.lora.layer "
-    "peft.utils.other"
+    "torch.nn.modules.container torch.nn.modules.dropout transformers.activations transformers.pytorch_utils "
+    "peft.tuners.lora.layer peft.utils.other"
 ).split()  # where the modules are defined that are called and may be in a block
 _ROPES = ("default", "linear", "llama3", "yarn")  # angles depend on positions alone
 _SLOTS = {"self_attn": "Attention", "attn": "Attention", "mlp": "MLP"}
@@ -247,14 +239,9 @@ def unwrapped(model: nn.Module) -> nn.Module:
     m: Any = model
     while isinstance(m, (nn.parallel.DistributedDataParallel, nn.DataParallel)) or hasattr(m, "_orig_mod"):
         m = m._orig_mod if hasattr(m, "_orig_mod") else m.module
-    if (
-        hasattr(m, "peft_config")
-        and hasattr(m, "get_base_model")
-        and changed_here(m) is None
-        and changed_here(m.base_model) is None
-    ):
-        if not getattr(m.active_peft_config, "is_prompt_learning", False):
-            m = m.get_base_model()
+    peft = hasattr(m, "peft_config") and hasattr(m, "get_base_model")
+    if peft and changed_here(m) is None and changed_here(m.base_model) is None:
+        m = m if getattr(m.active_peft_config, "is_prompt_learning", False) else m.get_base_model()
     return m  # type: ignore[no-any-return]
 
 
@@ -330,24 +317,14 @@ def _misfit(body: Any, config: PreTrainedConfig, prefix: str, length: int | None
         ):
             return f"a {type(layer).__name__} in it is put together in another way"
         here = (layer._modules.get("self_attn") or layer._modules["attn"]).__dict__
-        groups = here.get("num_key_value_groups", 1)
-        if here["config"] is not config or (here["head_dim"], groups, here["is_causal"]) != (
-            head_dim,
-            heads // kv_heads,
-            True,
-        ):
-            return (
-                f"an attention in it has settings of its own (heads of {here['head_dim']}, configuration says "
-                f"{head_dim})"
-            )
+        size, own = here["head_dim"], (here.get("num_key_value_groups", 1), here["is_causal"])
+        if here["config"] is not config or size != head_dim or own != (heads // kv_heads, True):
+            return f"an attention in it has settings of its own (heads of {size}, configuration says {head_dim})"
     rope = getattr(getattr(body, "rotary_emb", None), "rope_type", "default")
     if rope not in _ROPES:
         return f"its rotary positions ({rope}) depend on the longest row of a batch"
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    if (
-        window is not None
-        and (length is None or window < length)
-        and "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
-    ):
+    slides = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
+    if slides and window is not None and (length is None or window < length):
         return f"its attention window ({window}) is shorter than the longest row ({length or 'any'})"
     return None

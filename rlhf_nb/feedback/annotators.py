@@ -135,10 +135,8 @@ _EXPECTED = "<expected>"  # the word for what a user expects of an answer
 
 def _bag(x: Feedback) -> tuple[list[str], list[str]]:
     """Words and pairs of neighbouring words of an item's two answers; of a rating, of the answer and of nothing."""
-    sides = []
-    for answer in sorted(x.answers) if x.kind == "choice" else x.answers:
-        words = _WORD.findall(answer.lower())
-        sides.append(words + [f"{a} {b}" for a, b in zip(words, words[1:])])
+    texts = [_WORD.findall(answer.lower()) for answer in (sorted(x.answers) if x.kind == "choice" else x.answers)]
+    sides = [words + [f"{a} {b}" for a, b in zip(words, words[1:])] for words in texts]
     return (sides[0], sides[1]) if x.kind == "choice" else ([_EXPECTED, *sides[0]], [_EXPECTED.upper()])
 
 
@@ -170,9 +168,8 @@ def margins_of_others(
             out |= {v.id: 0.0 for v in held_out}
             continue
         rows = [dict(zip(("chosen_ids", "rejected_ids"), bags[v.item][:: v.side])) for v in taught]
-        weights = fit_words(
-            word_bags(rows), len(known), ridge, torch.tensor([trust.get(v.user, 1.0) for v in taught]).double()
-        )
+        trusted = torch.tensor([trust.get(v.user, 1.0) for v in taught]).double()
+        weights = fit_words(word_bags(rows), len(known), ridge, trusted)
         there = word_bags([dict(zip(("chosen_ids", "rejected_ids"), bags[v.item])) for v in held_out])
         out |= dict(zip((v.id for v in held_out), there.margin(weights).tolist()))
     return out
@@ -296,9 +293,8 @@ def aggregate(
     left["by outliers"] = sum(u.votes for u in users if u.outlier)
     pairs, thumbs, undecided = _rows(votes, items, weights)
     left["votes that cancel"] = undecided
-    return Aggregate(
-        pairs, thumbs, sorted(users, key=lambda u: (not u.outlier, u.right)), {k: n for k, n in left.items() if n}
-    )
+    users.sort(key=lambda u: (not u.outlier, u.right))
+    return Aggregate(pairs, thumbs, users, {k: n for k, n in left.items() if n})
 
 
 _CANCELLED = math.log(1.5)  # log-odds below which votes cancel: a label that is right in 60 % of cases teaches little

@@ -290,11 +290,8 @@ def measure_models(told: Told, n: int = 32) -> Measured | None:
             judges = dict(zip(rewards.names, rewards.fns, strict=True))
         else:
             gold = gold_of(config.data.path)
-            judges = (
-                {_NOTHING: lambda prompts, completions, **_: [None] * len(completions)}
-                if gold is None
-                else {"gold": gold}
-            )
+            blank = lambda prompts, completions, **_: [None] * len(completions)
+            judges = {_NOTHING: blank} if gold is None else {"gold": gold}
     except (RlhfError, OSError) as e:
         told.missing.append(f"rows or reward of the run aren't on this machine ({str(e).splitlines()[0][:200]})")
         return None
@@ -309,19 +306,15 @@ def measure_models(told: Told, n: int = 32) -> Measured | None:
 
     after, before = ask(str(told.model)), None
     try:
-        before = ask(_first_model(config))
+        name, revision = str(config.model.name_or_path), config.model.revision
+        pinned = revision and "@" not in name and not Path(name).exists()
+        before = ask(f"{name}@{revision}" if pinned else name)
     except (ModelError, DataError) as e:
         told.missing.append(
             f"the model that the run began with isn't on this machine, so nothing is shown of before "
             f"({str(e).splitlines()[0][:120]})"
         )
     return Measured(after, before, bool(held))
-
-
-def _first_model(config: Any) -> str:
-    """The name of the model that a run began with, revision included."""
-    name, revision = str(config.model.name_or_path), config.model.revision
-    return f"{name}@{revision}" if revision and "@" not in name and not Path(name).exists() else name
 
 # %% ../../nbs/hub/card.ipynb #4965127a
 _LICENSES = dict.fromkeys(SHORT_NAMES.values(), "apache-2.0")
@@ -378,9 +371,8 @@ def describe_data(told: Told) -> str:
         else:
             words.append(f"{hub_name(place) or file.name}" + (f" at {data.revision}" if data.revision else ""))
     try:
-        rows, held = (
-            ([], []) if data.streaming or info is None else load_rows(data, info.reads(told.config), told.config.seed)
-        )
+        read = None if info is None or data.streaming else info.reads(told.config)
+        rows, held = ([], []) if read is None else load_rows(data, read, told.config.seed)
         words.append(f"{len(rows):,} rows to learn from, {len(held):,} held out" if rows else "rows not counted")
     except (RlhfError, OSError):
         words.append("not on the machine that wrote this card")

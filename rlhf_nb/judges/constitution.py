@@ -43,7 +43,7 @@ class Constitution(StrictConfig):
     principles: list[Principle] = Field(min_length=1, description="what is wanted")
     critique_prompt: str = Field(description="gaps: prompt, answer, critique_request")
     revision_prompt: str = Field(description="gaps: prompt, answer, revision_request; critique, critique_request")
-    stop: list[str] = Field(default_factory=list, description="what a model writes is cut before the first of these")
+    stop: list[str] = option([], "what a model writes is cut before the first of these")
     judge: JudgeTemplate = option(JudgeTemplate(), "the words in which answers are compared")
 
     @field_validator("critique_prompt", "revision_prompt")

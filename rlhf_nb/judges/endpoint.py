@@ -75,7 +75,7 @@ class EndpointConfig(StrictConfig):
     temperature: float = option(0.0, "of the reply", ge=0)
     max_tokens: int = option(16, "longest reply", ge=1)
     cache: PathText | None = option(None, "JSONL file of answers, for later runs; null: memory only")
-    extra: dict[str, Any] = Field(default_factory=dict, description="further fields of the request")
+    extra: dict[str, Any] = option({}, "further fields of the request")
     concurrency: int = option(8, "requests in flight", ge=1)
     timeout: float = option(60.0, "seconds for one request", gt=0)
     attempts: int = option(5, "tries of a request that fails", ge=1)

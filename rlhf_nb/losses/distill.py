@@ -95,6 +95,5 @@ def distill_loss(apart: Float[Tensor, "B C"], agree: Float[Tensor, "B C"], mask:
     kept = torch.where(mask, wide(apart), 0.0)
     count = torch.count_nonzero(mask)
     same = torch.where(mask, agree.detach().to(kept.dtype), 0.0).sum()
-    return LossSum(
-        kept.sum(), count, {"distill/divergence": (kept.detach().sum(), count), "distill/agreement": (same, count)}
-    )
+    stats = {"distill/divergence": (kept.detach().sum(), count), "distill/agreement": (same, count)}
+    return LossSum(kept.sum(), count, stats)

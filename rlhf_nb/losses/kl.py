@@ -219,8 +219,7 @@ class AdaptiveKL(FixedKL):
         if 0.2 * n >= self.horizon:
             raise ConfigError(
                 f"kl_horizon: {self.horizon:g} sequences is too short for updates of {n}: one step could bring the "
-                "coefficient "
-                f"to 0 or below. Use at least {n}, better {20 * n}."
+                f"coefficient to 0 or below. Use at least {n}, better {20 * n}."
             )
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
         self.coef *= 1.0 + error * n / self.horizon

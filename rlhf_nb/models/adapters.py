@@ -36,12 +36,6 @@ __all__ = ['AdapterMode', 'add_lora', 'insert_adapter', 'Reference', 'PolicyValu
 _ADAPTABLE = ("Linear", "Conv1D", "Linear4bit", "Linear8bitLt")
 
 
-def _linear_names(model: nn.Module) -> dict[str, str]:
-    """Last part of the name of every layer that can have an adapter, with an example of the full name."""
-    names = {n: m for n, m in model.named_modules() if type(m).__name__ in _ADAPTABLE and ".lora_" not in n}
-    return {n.removesuffix(".base_layer").split(".")[-1]: n for n in names}
-
-
 def _check_wholes(model: nn.Module, settings: LoraSettings) -> None:
     """Raise ModelError for modules_to_save that aren't there, share weights with others, or hold layers that get an
     adapter."""
@@ -72,7 +66,8 @@ def _check_wholes(model: nn.Module, settings: LoraSettings) -> None:
 
 def _check_targets(model: nn.Module, targets: list[str] | str) -> None:
     """Raise ModelError for a target module that the model doesn't have."""
-    known = _linear_names(model)
+    linear = [n for n, m in model.named_modules() if type(m).__name__ in _ADAPTABLE and ".lora_" not in n]
+    known = {n.removesuffix(".base_layer").split(".")[-1]: n for n in linear}
     layers = [name.removesuffix(".base_layer") for name, _ in model.named_modules()]
     for target in [] if targets == "all-linear" else [targets] if isinstance(targets, str) else targets:
         if not any(f".{layer}".endswith(f".{target}") for layer in layers):

@@ -302,7 +302,8 @@ def merge_models(recipe: Recipe, out: str | Path, *, shard_bytes: int = SHARD_BY
     models = [ModelTensors(p.model) for p in recipe.models]
     read = [*([base] if base else []), *models]
     target, first = Path(out).expanduser(), read[0]
-    _check_target(target, out, read)
+    if any(target.resolve() in (m.own.resolve(), m.folder.resolve()) for m in read):
+        raise ModelError(f"{str(out)!r} is one of the merged models, and would be overwritten: name another folder.")
     if getattr(first.config, "reward_bias", None) is not None or (first.own / "REWARD_MODEL.md").exists():
         raise ModelError(
             f"{_shown(first)} is a reward model, whose zero lies in its configuration and not in a tensor, and merging "
@@ -330,12 +331,6 @@ def merge_models(recipe: Recipe, out: str | Path, *, shard_bytes: int = SHARD_BY
     return Merged(target, len(table), total, ", ".join(formats), notes)
 
 # %% ../../nbs/models/merge.ipynb #d8fdf9ba
-def _check_target(target: Path, shown: str | Path, models: Sequence[ModelTensors]) -> None:
-    """Raise ModelError where the result would be written over a model that is read."""
-    if any(target.resolve() in (m.own.resolve(), m.folder.resolve()) for m in models):
-        raise ModelError(f"{str(shown)!r} is one of the merged models, and would be overwritten: name another folder.")
-
-
 def _write_beside(
     folder: Path, sources: Sequence[Path], recipe: Recipe, read: Sequence[ModelTensors], written: list[str]
 ) -> None:

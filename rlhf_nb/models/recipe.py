@@ -48,9 +48,8 @@ class Recipe(StrictConfig):
 
     method: Method = option("linear", "linear (a soup), slerp, task_arithmetic or warp")
     models: list[MergePart] = Field(description="what is merged", min_length=1)
-    base: PathText | None = Field(
-        default=None,
-        description="the model that all of them were fine-tuned from, where the method works on differences",
+    base: PathText | None = option(
+        None, "the model that all of them were fine-tuned from, where the method works on differences"
     )
     t: float = option(0.5, "of slerp: 0 is the first model, 1 the second", ge=0, le=1)
     scale: float = option(1.0, "λ: how far from the base the merged task vector goes")

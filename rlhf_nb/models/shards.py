@@ -154,13 +154,6 @@ def _place_of(place: str) -> tuple[Path | None, Path, Path]:
     return own / "adapter_model.safetensors", Path(under).expanduser(), own
 
 
-def _config(folder: Path) -> Any:
-    """A folder's configuration in transformers' present words."""
-    from transformers import AutoConfig
-
-    return pretrained(AutoConfig, str(folder), "configuration")
-
-
 def _files(folder: Path) -> list[Path]:
     """The files of a model's weights."""
     index = folder / "model.safetensors.index.json"
@@ -188,9 +181,11 @@ class ModelTensors(Mapping[str, Tensor]):
     """
 
     def __init__(self, place: str | Path) -> None:
+        from transformers import AutoConfig
+
         self.place = str(place)
         self.adapter, self.folder, self.own = _place_of(self.place)
-        self.config: Any = _config(self.folder)
+        self.config: Any = pretrained(AutoConfig, str(self.folder), "configuration")
         if getattr(self.config, "quantization_config", None) is not None:
             raise ModelError(
                 f"the weights of {self.place!r} are packed into fewer bits: name the model that was packed."

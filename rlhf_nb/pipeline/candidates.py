@@ -154,9 +154,8 @@ def read_words(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, list[Any
         if not equals or not key:
             raise ConfigError(f"{word!r} is not of the form key=value, key=a,b,c or key=low..high.")
         if match := _RANGE.fullmatch(text.strip()):
-            over[key] = range_of(
-                key, {"low": _leaf(key, match[2]), "high": _leaf(key, match[3]), "log": match[1] is not None}
-            )
+            bounds = {"low": _leaf(key, match[2]), "high": _leaf(key, match[3]), "log": match[1] is not None}
+            over[key] = range_of(key, bounds)
             continue
         parts = split_values(text)
         if len(parts) > 1 and not all(p.strip() for p in parts):

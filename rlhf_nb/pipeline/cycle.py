@@ -201,10 +201,8 @@ def judge_canary(said: Sequence[Feedback], old: str, new: str, least: int, margi
         margin: how much worse it may be.
     """
     thumbs = {v: [x.value == "up" for x in said if x.kind == "rating" and x.versions == (v,)] for v in (old, new)}
-    chosen = [
-        x for x in said if x.kind == "choice" and set(x.versions) == {old, new} and x.value in ("first", "second")
-    ]
-    wins = [(x.value == "first") == (x.versions[0] == new) for x in chosen]
+    duels = [x for x in said if x.kind == "choice" and set(x.versions) == {old, new} and x.value in ("first", "second")]
+    wins = [(x.value == "first") == (x.versions[0] == new) for x in duels]
     found, words = list[tuple[float, float]](), list[str]()  # intervals of how much better it is
     if min(map(len, thumbs.values())) >= least:
         a, b = (sum(thumbs[v]) / len(thumbs[v]) for v in (new, old))

@@ -41,13 +41,6 @@ class LookConfig(StrictConfig):
 _KINDS: tuple[RowKind, ...] = ("preference", "unpaired", "prompt", "stepwise")  # all others: sft
 LOOKED_AT = 10_000  # rows
 
-
-def _purpose(first: Row, method: str | None, reading: Reading) -> tuple[RowKind, str]:
-    """What rows are looked at for, and the format that they are read in."""
-    fmt = format_of(first, reading)
-    kind: RowKind = next((k for k in _KINDS if k == fmt), "sft") if method is None else get(method).rows
-    return kind, "preference" if kind == "unpaired" and fmt == "preference" else kind
-
 # %% ../../nbs/pipeline/data_look.ipynb #889fbf04
 @dataclass
 class FileLook:
@@ -82,7 +75,9 @@ def look_at(data: DataConfig, method: str | None = None, seed: int = 0, most: in
     raw = list(islice(opened, most))
     if not raw:
         raise DataError(f"{data.path} has no rows, so there is nothing to look at.")
-    kind, fmt = _purpose(raw[0], method, reading)
+    own = format_of(raw[0], reading)
+    kind: RowKind = next((k for k in _KINDS if k == own), "sft") if method is None else get(method).rows
+    fmt = "preference" if kind == "unpaired" and own == "preference" else kind
     found = FileLook(str(data.path), kind, _taken_for(raw[0], fmt, reading), raw, more=next(opened, None) is not None)
     for i, row in enumerate(whole_rows(raw)):
         try:
@@ -328,8 +323,7 @@ def painted(parts: Sequence[_Part], colours: bool, longest: int = 600) -> Any:
     out = Text()
     for text, how in parts:
         shown = printable(text)
-        if len(shown) > longest:
-            shown = f"{shown[: longest // 2]} … {shown[-longest // 2 :]}"
+        shown = shown if len(shown) <= longest else f"{shown[: longest // 2]} … {shown[-longest // 2 :]}"
         opened, closed = ("", "") if colours else MARKS[how]
         out.append(f"{opened}{shown}{closed}", style=STYLES[how] if colours else "")
     return out

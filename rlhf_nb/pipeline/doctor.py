@@ -156,10 +156,9 @@ def check_data(rows: list[Row], tokenizer: Any, config: TextConfig, kind: RowKin
     numbers = {"rows": report.rows, "median": report.total[50], "longest": report.total[100], "fix": report.remedy}
     share = report.cut_fraction
     out.append(finding("cut" if share > 0.05 else "few_cut", share=share, **numbers))
-    answers = [
-        (r[f"{k}_ids"], r.get(f"{k}_mask")) for r in tokens for k in ("completion", "chosen") if r.get(f"{k}_ids")
-    ]
-    learnt = [any(t == tokenizer.eos_token_id and (m is None or m[i]) for i, t in enumerate(ids)) for ids, m in answers]
+    sides = [(r.get(f"{k}_ids"), r.get(f"{k}_mask")) for r in tokens for k in ("completion", "chosen")]
+    end = tokenizer.eos_token_id
+    learnt = [any(t == end and (not m or m[i]) for i, t in enumerate(ids)) for ids, m in sides if ids]
     if sum(learnt) < len(learnt) / 2:
         out.append(finding("eos_not_learnt", n=len(learnt) - sum(learnt), answers=len(learnt), eos=tokenizer.eos_token))
     if window is not None and longest > window:

@@ -52,21 +52,17 @@ class Rule(StrictConfig):
 class GatesConfig(StrictConfig):
     """What a stage must show before its model is handed on; `gates: strict` takes the defaults."""
 
-    trusted: list[RewardEntry] = Field(
-        default_factory=list, description="rewards that nothing learns from; entries as in rewards"
-    )
+    trusted: list[RewardEntry] = option([], "rewards that nothing learns from; entries as in rewards")
     margin: float = option(0.05, "how far the win rate's lower end may lie below one half", ge=0, le=0.5)
     reward_accuracy: float = option(0.55, "least lower end of a reward model's accuracy on held-out pairs", ge=0, le=1)
     kl_at_most: float | None = option(25.0, "nats per answer from the model before; null: any", gt=0)
     length_factor: float | None = option(3.0, "mean length may change by this factor; null: any", gt=1)
     finished_drop: float | None = option(0.1, "share of ended answers may fall by this; null: any", ge=0, le=1)
-    keeps: dict[str, float] = Field(
-        default_factory=dict, description="suites, and how much of their mean score may be lost: {facts: 0.05}"
-    )
-    rules: dict[str, list[Rule]] = Field(default_factory=dict, description="further bounds by stage")
+    keeps: dict[str, float] = option({}, "suites, and how much of their mean score may be lost: {facts: 0.05}")
+    rules: dict[str, list[Rule]] = option({}, "further bounds by stage")
     on_failure: Literal["stop", "go_back"] = option("stop", "stop: an error; go_back: end with the best model before")
-    candidates: dict[str, list[dict[str, Any]]] = Field(
-        default_factory=dict, description="by stage: settings to try when it fails, one after the other"
+    candidates: dict[str, list[dict[str, Any]]] = option(
+        {}, "by stage: settings to try when it fails, one after the other"
     )
 
     def check_suites(self) -> None:

@@ -102,12 +102,7 @@ def overopt(run: Path, gold: str | None = None, say: Callable[[str], None] = pri
         raise RunError(f"{run} measures no gold reward ({gold or 'rewards/gold, eval/gold'}). {hint}")
     kl, values = [k for k, _ in points.points], [g for _, g in points.points]
     picture = overopt_picture(kl, values, points.fit(), points.gold or "gold")
-    say(f"{len(values)} points. {picture.says}\nPicture: {_saved(picture, run, 'overoptimisation.png')}")
-    return picture
-
-
-def _saved(picture: Picture, run: Path, name: str) -> Path:
-    """A picture, written into a run's figures."""
-    place = RunDir(run).figures / name
+    place = RunDir(run).figures / "overoptimisation.png"
     write_whole(place, picture.png())
-    return place
+    say(f"{len(values)} points. {picture.says}\nPicture: {place}")
+    return picture

@@ -79,9 +79,8 @@ def ask(trainer: GRPOTrainer, questions: int = QUESTIONS) -> PolicyEval:
         questions: how many.
     """
     method, config = trainer.method, trainer.method.config
-    rows = tokenize_prompts(
-        demo_world(config).prompts(questions, 0), method.tokenizer, config.data.prompt_limit, warn=False
-    )
+    texts = demo_world(config).prompts(questions, 0)
+    rows = tokenize_prompts(texts, method.tokenizer, config.data.prompt_limit, warn=False)
     prompts = collate_prompts(rows, method.tokenizer.pad_token_id).to(trainer.engine.device)
     with trainer.engine.inference(), method.policy_adapter():
         return evaluate(

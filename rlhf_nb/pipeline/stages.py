@@ -387,7 +387,9 @@ class Gatekeeper:
             if verdict.passed:
                 return True
             self.say(f"{stage}: refused by its gate. {verdict.reasons}")
-            self._put_aside(stage)
+            aside = plan.path / "rejected"  # nothing is deleted
+            aside.mkdir(exist_ok=True)
+            os.replace(plan.path / stage, aside / f"{stage}-{len(list(aside.glob(f'{stage}-*'))) + 1}")
             if refused + 1 < limit:
                 self.say(f"{stage}: trying {settings_text(plan.candidates(stage)[refused])}")
         last, kept = [v for v in plan.verdicts if v.stage == stage][-1], plan.final_model()
@@ -397,12 +399,6 @@ class Gatekeeper:
             raise RunError(words + " Change its settings and --resume, or name others to try in gates.candidates.")
         self.say(words)
         return False
-
-    def _put_aside(self, stage: str) -> None:
-        """Put a refused attempt aside; nothing is deleted."""
-        aside = self.plan.path / "rejected"
-        aside.mkdir(exist_ok=True)
-        os.replace(self.plan.path / stage, aside / f"{stage}-{len(list(aside.glob(f'{stage}-*'))) + 1}")
 
     def look(self, stage: str, gates: GatesConfig) -> Verdict:
         """Ask the gate's questions; the verdict is written down before anything else happens.

@@ -188,13 +188,6 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
-def _folder_name(candidate: Candidate) -> str:
-    """Its folder: readable, and another one for each candidate."""
-    name = name_of(candidate)
-    plain_name = re.sub(r"[^\w.=+-]+", "_", name)[:80]
-    return plain_name if plain_name == name.replace(" ", "_") else f"{plain_name}-{crc32(name.encode()):08x}"
-
-
 class Swept(NamedTuple):
     """What a sweep found."""
 
@@ -218,8 +211,11 @@ class Swept(NamedTuple):
 
 
 def _run_of(folder: Path, candidate: Candidate, seed: int) -> Path:
-    """The folder of a run."""
-    return folder / _folder_name(candidate) / f"seed-{seed}"
+    """The folder of a run: readable, and another one for each candidate."""
+    name = name_of(candidate)
+    plain = re.sub(r"[^\w.=+-]+", "_", name)[:80]
+    plain = plain if plain == name.replace(" ", "_") else f"{plain}-{crc32(name.encode()):08x}"
+    return folder / plain / f"seed-{seed}"
 
 
 def _config_of(base: Any, candidate: Candidate, seed: int, folder: Path) -> Any:

@@ -202,14 +202,13 @@ class PythonTests(AnswerReward):
     def _grade(self, code: str, tests: CodeTests, over: threading.Event) -> SandboxResult:
         """Scripts in one process, then each pair in its own; after a timeout (or a failure, if all must pass) the rest
         fails."""
-        runs = (
-            [self.sandbox.run(code, tests.scripts, "", tests.setup, tests.entry_point, over)] if tests.scripts else []
-        )
+        run, scripts = self.sandbox.run, tests.scripts
+        runs = [run(code, scripts, "", tests.setup, tests.entry_point, over)] if scripts else []
         passed = [*runs[0].passed] if runs else []
         for given, wanted in tests.pairs:
             if runs and (runs[-1].outcome == "timeout" or (self.all_or_nothing and not all(passed))):
                 break
-            runs.append(self.sandbox.run(code, (), given, over=over))
+            runs.append(run(code, (), given, over=over))
             passed.append(runs[-1].outcome == "passed" and _same_output(runs[-1].stdout, wanted))
         passed += [False] * (len(tests.scripts) + len(tests.pairs) - len(passed))
         worst = next((r for r in runs if r.outcome != "passed"), runs[-1])

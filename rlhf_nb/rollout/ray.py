@@ -28,9 +28,8 @@ from .workers import Drawer
 __all__ = ['StoredWeights', 'DrawingActor', 'RayWorker', 'OnRay']
 
 # %% ../../nbs/rollout/ray.ipynb #5e770005
-_Sent = dict[
-    str, tuple[Any, torch.dtype, torch.Size]
-]  # weights by name: their bytes, which Ray doesn't copy, and what they are
+# weights by name: their bytes, which Ray doesn't copy, and what they are
+_Sent = dict[str, tuple[Any, torch.dtype, torch.Size]]
 
 
 def _stored(weights: Mapping[str, Tensor]) -> _Sent:
@@ -177,9 +176,8 @@ class OnRay:
         """Start Ray with so many bytes for objects, or connect to one."""
         how: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.CRITICAL}
         if self.address == "local":
-            self.folder = tempfile.mkdtemp(
-                prefix="ray", dir="/tmp" if os.path.isdir("/tmp") else None
-            )  # sockets: short
+            short = "/tmp" if os.path.isdir("/tmp") else None  # as the names of sockets must be
+            self.folder = tempfile.mkdtemp(prefix="ray", dir=short)
             how |= {"num_cpus": self.count, "include_dashboard": False, "object_store_memory": size}
             how |= {"_temp_dir": self.folder, "_system_config": {"worker_niceness": 0}}  # (Ray's own are nicer by 15)
         where = (os.environ.get("RAY_ADDRESS") or "auto") if self.address == "auto" else self.address

@@ -129,13 +129,9 @@ def _generate(model: Any, prompts: list[Tensor], pick: Pick, new_tokens: int, eo
 
     how = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, pad_token_id=pad, eos_token_id=eos or None)
     with with_fields(model, generation_config=how):  # its own may hold penalties that are not the policy's
-        model.generate(  # synced_gpus: each rank has all parameters here, and asks as often as its own rows need
-            ids,
-            attention_mask=mask,
-            generation_config=how,
-            logits_processor=LogitsProcessorList([choose]),
-            synced_gpus=False,
-        )
+        ours: dict[str, Any] = {"generation_config": how, "logits_processor": LogitsProcessorList([choose])}
+        # synced_gpus: each rank has all parameters here, and asks as often as its own rows need
+        model.generate(ids, attention_mask=mask, synced_gpus=False, **ours)
 
 
 CHECKED = 6  # tokens after which a cache that goes wrong has shown it
@@ -178,11 +174,8 @@ def may_share(model: nn.Module, short: Tensor, long: Tensor, pad: int, steps: in
     asked = ([long], [short], [short, long[: len(short)]], [short, long])
     for prompts in asked:
         _generate(model, prompts, pick, steps, [], pad)
-    plain = [
-        model(torch.cat([prompts[0], tokens[:n]])[None], use_cache=False).logits[0, -1].float()
-        for prompts in asked[:2]
-        for n in range(steps)
-    ]
+    texts = [torch.cat([prompts[0], tokens[:n]])[None] for prompts in asked[:2] for n in range(steps)]
+    plain = [model(ids, use_cache=False).logits[0, -1].float() for ids in texts]
     want = torch.stack(plain + plain[steps:] * 2)
     bound = 1e-3
     if dtype.itemsize < 4:  # what rounding does grows with the logits: a trained model's are tens

@@ -17,9 +17,8 @@ from ..fast.support import unwrapped
 from .sampler import eos_ids, pad_id, sample_tokens
 from ..types import PromptBatch, host
 
-Right = Callable[
-    ..., Sequence[float | None]
-]  # f(prompts, completions, **columns): 1 (more than ½) where an answer is right
+# f(prompts, completions, **columns): 1 (more than ½) where an answer is right
+Right = Callable[..., Sequence[float | None]]
 
 # %% auto #0
 __all__ = ['Right', 'StepLabels', 'stderr_of_share', 'Beginnings', 'find_beginnings', 'count_right', 'label_steps']
@@ -54,9 +53,8 @@ class Beginnings(NamedTuple):
     rows: list[dict[str, Any]]  # prompt, completions (steps)
     columns: list[dict[str, Any]]  # what else is known of each row
     tokens: list[dict[str, Any]]  # each row's prompt_ids, completion_ids, step_ends
-    places: list[
-        tuple[int, int]
-    ]  # of each different beginning: a row that has it, and its last token there; short ones first
+    # of each different beginning: a row that has it, and its last token there; short ones first
+    places: list[tuple[int, int]]
     of: list[list[int]]  # of each row: which beginnings its steps but the last end
 
 
@@ -170,12 +168,8 @@ def label_steps(
     counts, drawn = count_right(
         model, tokenizer, begun, right, n=n, sampling=sampling, seed=seed, batch_size=batch_size, chunk=chunk
     )
-    ended = _judged(
-        right,
-        [row["prompt"] for row in begun.rows],
-        tokenizer.batch_decode([t["completion_ids"] for t in begun.tokens], skip_special_tokens=True),
-        begun.columns,
-    )
+    whole = tokenizer.batch_decode([t["completion_ids"] for t in begun.tokens], skip_special_tokens=True)
+    ended = _judged(right, [row["prompt"] for row in begun.rows], whole, begun.columns)
     out = []
     for row, columns, own, end in zip(begun.rows, begun.columns, begun.of, ended):
         shares = [counts[k] / n for k in own] + [float(end)]

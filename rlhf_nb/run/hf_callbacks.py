@@ -76,10 +76,8 @@ class TransformersCallback(Callback):
         from transformers import TrainerCallback, TrainerControl, TrainerState
 
         self.callback, self.state, self.control = callback, TrainerState(), TrainerControl()
-        overridden = [
-            k for k in dir(TrainerCallback) if getattr(type(callback), k, None) is not getattr(TrainerCallback, k)
-        ]
-        self.never = sorted(k for k in overridden if k.startswith("on_") and k not in _CALLED)
+        own = [k for k in dir(TrainerCallback) if getattr(type(callback), k, None) is not getattr(TrainerCallback, k)]
+        self.never = sorted(k for k in own if k.startswith("on_") and k not in _CALLED)
 
     def _call(self, name: str, run: RunView, **kwargs: Any) -> Flags:
         """One event: state filled before, control read after."""
@@ -138,9 +136,8 @@ def as_callback(callback: Any, metric: str = "eval/loss") -> Callback:
     transformers = sys.modules.get("transformers")  # who has one of its callbacks has imported it
     if transformers is not None and isinstance(callback, transformers.TrainerCallback):
         if type(callback).__name__ == "EarlyStoppingCallback":
-            return EarlyStop(
-                metric, callback.early_stopping_patience, min_delta=callback.early_stopping_threshold or 0.0
-            )
+            least = callback.early_stopping_threshold or 0.0
+            return EarlyStop(metric, callback.early_stopping_patience, min_delta=least)
         return TransformersCallback(callback)
     if any(callable(getattr(callback, k, None)) for k in vars(Callback) if k.startswith("on_")):
         return callback  # type: ignore[no-any-return]

@@ -102,9 +102,8 @@ def holder_of(folder: str | Path) -> Holder | None:
     except (OSError, ValueError) as error:
         if isinstance(error, FileNotFoundError) and not path.is_symlink():
             return None
-        ours = path.exists() and not isinstance(
-            error, FileRefused
-        )  # no run has made what is no file: no process holds it
+        # no run has made what is no file: no process holds it
+        ours = path.exists() and not isinstance(error, FileRefused)
         return Holder({}, path.stat().st_mtime if ours else 0.0)
 
 
@@ -123,20 +122,17 @@ def _link(folder: Path, told: dict[str, Any]) -> int | None:
     path, aside = folder / NAME, folder / f".{NAME}.{told['token']}"
     try:
         _write(aside, told)
-        os.link(aside, path)
+        try:
+            os.link(aside, path)
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
+                raise
+            _write(path, told)  # a file system without links
         return os.open(path, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0))
     except FileExistsError:
         return None
-    except OSError as error:
-        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
-            raise
     finally:
         aside.unlink(missing_ok=True)
-    try:  # a file system without links
-        _write(path, told)
-        return os.open(path, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0))
-    except FileExistsError:
-        return None
 
 
 def _write(path: Path, told: dict[str, Any]) -> None:

@@ -284,18 +284,14 @@ class StepStart:
             with self.may_stop() if self.source is not None else nullcontext():
                 yield
         except Stopped:
-            self._go_back()
+            if self.source is not None:  # the run as it was before this step took its rows
+                self._put_rows_back(self.source)
+                set_rng_state(self.rng)
             raise
         except RewardError as error:
             raise RewardError(f"{error}{self._save()}") from error
         except KeyboardInterrupt as error:  # pressed twice: out of the step, perhaps out of a reward that hangs
             raise KeyboardInterrupt(f"{error}{self._save()}".strip()) from error
-
-    def _go_back(self) -> None:
-        """The run as it was before this step took its rows."""
-        if self.source is not None:
-            self._put_rows_back(self.source)
-            set_rng_state(self.rng)
 
     def _put_rows_back(self, source: dict[str, Any]) -> None:
         """What was taken from the source in this step is there again, and no ticket that was begun with it."""

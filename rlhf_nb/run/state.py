@@ -328,8 +328,10 @@ def to_resume_from(run_dir: RunDir, overwrite: bool = False) -> tuple[Path | Non
         )
     steps = 0 if newest or overwrite else sum(e.get("type") == "step" for e in read_metrics(run_dir.path))
     if steps:
+        left = sorted(run_dir.checkpoints.glob("failed-*"))
+        failed = f" (but {left[-1].name}, of a run that failed: see `rlhf-nb runs rollback`)" if left else ""
         raise CheckpointError(
-            f"{run_dir.path} holds the log of {steps} steps but no checkpoint{_failed_ones(run_dir)}, so there is "
+            f"{run_dir.path} holds the log of {steps} steps but no checkpoint{failed}, so there is "
             "nothing to go on from, and beginning anew would delete that log: add --overwrite (overwrite=True) if it "
             "may go, or choose another output_dir"
         )
@@ -384,12 +386,6 @@ def condition(run: Any) -> str:
     return f"{broken:,} weights are not finite" if broken else f"all weights are finite, the largest is {largest:.4g}"
 
 
-def _failed_ones(run_dir: RunDir) -> str:
-    """What failing runs left, for a message."""
-    folders = sorted(run_dir.checkpoints.glob("failed-*"))
-    return f" (but {folders[-1].name}, of a run that failed: see `rlhf-nb runs rollback`)" if folders else ""
-
-
 def checkpoints_told(folder: str | Path) -> str:
     """Which checkpoints a run's folder has, in a sentence.
 
@@ -397,9 +393,8 @@ def checkpoints_told(folder: str | Path) -> str:
         folder: of the run.
     """
     root = RunDir(folder).checkpoints
-    steps, failed = (
-        [int(p.name[-10:]) for p in folders] for folders in (checkpoints_in(root), sorted(root.glob("failed-*")))
-    )
+    kinds = (checkpoints_in(root), sorted(root.glob("failed-*")))
+    steps, failed = ([int(p.name[-10:]) for p in folders] for folders in kinds)
     words = f"there are checkpoints of step {', '.join(map(str, steps))}" if steps else "there is no checkpoint"
     return words + (f", and of a run that failed at step {failed[-1]}" if failed else "")
 

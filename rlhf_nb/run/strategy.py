@@ -114,9 +114,7 @@ def build_optimizer(module: nn.Module, settings: OptimizerConfig, rates: Rates |
             {"params": [p for p in mine if not decays or p.dim() < 2], "weight_decay": 0.0},
         ]
         groups += [g | ({} if rate is None else {"scale": rate / settings.lr}) for g in parts if g["params"]]
-    if settings.name == "muon":
-        return _muon(module, groups, settings)
-    return _named(settings)(groups)
+    return _muon(module, groups, settings) if settings.name == "muon" else _named(settings)(groups)
 
 
 def _named(settings: OptimizerConfig) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:

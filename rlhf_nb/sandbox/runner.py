@@ -528,9 +528,8 @@ def _run(
 ) -> SandboxResult:  # fmt: skip
     """`Sandbox.run`, and where the fences don't hold a result of a program that wasn't run."""
     questions, prepared = translate_tests(tests, setup, entry_point)
-    todo = marshal.dumps(
-        {"tests": [tuple(q) for q in questions], "setup": prepared, "capture": any("stdout" in t for t in tests)}
-    )
+    capture = any("stdout" in t for t in tests)
+    todo = marshal.dumps({"tests": [tuple(q) for q in questions], "setup": prepared, "capture": capture})
     with ExitStack() as stack:
         folder = stack.enter_context(_folder())
         files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(5)]
@@ -560,6 +559,5 @@ def _run(
         why = "\n".join(line[1:] for line in verdicts if line[:1] != "+")
         output, complained = _tail(files[1], box.output_kb << 10), _tail(files[2], 2000)
         unclear = tuple(line[1:] for line in verdicts if line[:1] == "?")
-        return SandboxResult(
-            passed, outcome, output, (complained + why)[:2000], tuple(fences.split(",")) if fences else (), unclear
-        )
+        held = tuple(fences.split(",")) if fences else ()
+        return SandboxResult(passed, outcome, output, (complained + why)[:2000], held, unclear)

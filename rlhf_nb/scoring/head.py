@@ -225,9 +225,8 @@ def head_logps(
     Raises:
         ConfigError: the temperature isn't above 0.
     """
-    logps, ent, _ = _linear_head(
-        hidden, weight, bias, targets, HeadOptions(temperature, scale, softcap, entropy, chunk or 0)
-    )
+    how = HeadOptions(temperature, scale, softcap, entropy, chunk or 0)
+    logps, ent, _ = _linear_head(hidden, weight, bias, targets, how)
     return logps, ent if entropy else None
 
 
@@ -344,8 +343,7 @@ def split_head(model: Any) -> tuple[nn.Module, nn.Module]:
     if head is None or not isinstance(decoder, nn.Module) or decoder is inner:
         raise ModelError(
             f"{type(model).__name__} has no language-model head beside a decoder: load it with AutoModelForCausalLM, "
-            "and "
-            "unwrap it first if it is wrapped for distributed training."
+            "and unwrap it first if it is wrapped for distributed training."
         )
     return decoder, head
 

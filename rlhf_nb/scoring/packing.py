@@ -190,12 +190,8 @@ def pack_alike(
     rows, longest, waste = 0, 0, 0
     for x in sorted(items, key=lambda x: (x.trees, -x.longest, x.first)):
         waste += x.rows * (longest - x.longest)
-        full = (
-            not out
-            or out[-1][1] != x.trees
-            or (rows + x.rows) * longest > budget
-            or waste > (0 if alike else budget * WASTE)
-        )
+        large = (rows + x.rows) * longest > budget or waste > (0 if alike else budget * WASTE)
+        full = not out or out[-1][1] != x.trees or large
         if full or (max_rows is not None and len(out[-1][0]) + x.end - x.first > max_rows):
             out.append(([], x.trees))
             rows, longest, waste = 0, x.longest, 0

@@ -20,15 +20,8 @@ from ..fast.linear import half_copies
 from ..fast.support import can_run, decoder_of, enabled, split, unwrapped, use_fast
 from ..fast.workers import spread, workers_for
 from rlhf_nb.scoring.head import (
-    CHUNK_LOGITS,
-    HeadOptions,
-    embedding_of,
-    logit_transform,
-    read_head,
-    split_head,
-    text_config,
-    width_of,
-)
+    CHUNK_LOGITS, HeadOptions, embedding_of, logit_transform, read_head, split_head, text_config, width_of,
+)  # fmt: skip
 from .packing import Cores, Pack, split_among
 from .recompute import is_on, recomputed, recomputed_layers
 from .trees import TOKEN_BUDGET, TREE_FAMILIES, Share, pack, plan_passes, rope_limit, why_no_trees
@@ -80,10 +73,8 @@ def hidden_states(
         config = text_config(net)
         raise DataError(
             f"largest token id {int(p.input_ids.max())}, largest position {int(p.position_ids.max())}, but the model "
-            "has "
-            f"{getattr(config, 'vocab_size', '?')} tokens and {getattr(config, 'max_position_embeddings', '?')} "
-            "positions: "
-            "use the model's own tokenizer and shorter sequences."
+            f"has {getattr(config, 'vocab_size', '?')} tokens and {getattr(config, 'max_position_embeddings', '?')} "
+            "positions: use the model's own tokenizer and shorter sequences."
         ) from e
     h: Tensor | None = getattr(out, read, None)
     if h is None:

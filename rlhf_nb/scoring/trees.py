@@ -224,8 +224,7 @@ def rope_limit(decoder: nn.Module, longest: int) -> int | None:
         if "dynamic" in str(kind.get("rope_type")) and longest >= config.max_position_embeddings:
             raise ModelError(
                 f"rotary positions are 'dynamic', and a row has {longest} tokens where they change from "
-                f"{config.max_position_embeddings} on: "
-                "log-probs would depend on which rows were computed before. Use shorter rows, or rope_type 'yarn' or "
-                "'linear'."
+                f"{config.max_position_embeddings} on: log-probs would depend on which rows were computed before. Use "
+                "shorter rows, or rope_type 'yarn' or 'linear'."
             )
     return None

@@ -113,15 +113,13 @@ async def answer(desk: Desk, request: Any, kind: type[Asked]) -> Any:
     top = getattr(query, "top", None)
     calls = call_form(model.tokenizer.chat_template) if isinstance(query, ChatAsked) and query.schemas else None
     named = model.tokenizer if top is not None else None
-    form = Form(
-        exchange.id, query.model, model.version, chat, named, calls, getattr(query, "parallel_tool_calls", True)
-    )
+    several = getattr(query, "parallel_tool_calls", True)
+    form = Form(exchange.id, query.model, model.version, chat, named, calls, several)
     if query.stream:
         body = stream(exchange, form, query.stream_options is not None and query.stream_options.include_usage, prompts)
         exchange.watch = asyncio.ensure_future(_cancel_when_gone(request, exchange))  # also before the first piece
-        return responses.StreamingResponse(
-            body, media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        )
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        return responses.StreamingResponse(body, media_type="text/event-stream", headers=headers)
     left = asyncio.ensure_future(gone(request))
     try:
         whole = whole_answer(desk, exchange, form, prompts, draws, query.n)
@@ -190,9 +188,8 @@ def _routes(app: Any, web: Any, desk: Desk) -> None:
 
     async def health(request: Any) -> Any:
         alive = desk.site.batcher.alive
-        return json_of(
-            {"status": "ok" if alive else "the thread that owns the models is dead or stuck"}, 200 if alive else 500
-        )
+        status = "ok" if alive else "the thread that owns the models is dead or stuck"
+        return json_of({"status": status}, 200 if alive else 500)
 
     async def ready(request: Any) -> Any:
         good = desk.site.batcher.alive and not desk.gate.draining

@@ -411,9 +411,8 @@ class Batcher:
 
     def _owners(self, asks: Sequence[Ask]) -> tuple[Counter[str], int]:
         """Places that each owner has, asks about to begin included, and how many each may have while others wait."""
-        rows = Counter(
-            [*(r.ask.owner for engine in self.engines.values() for r in engine.rows), *(a.owner for a in asks)]
-        )
+        rows = Counter(r.ask.owner for engine in self.engines.values() for r in engine.rows)
+        rows.update(a.owner for a in asks)
         return rows, max(1, self.most // max(1, len({*rows, *(a.owner for _, a in self._queue)})))
 
     def _first(self, asks: Sequence[Ask]) -> tuple[str, Ask] | None:

@@ -46,9 +46,8 @@ def write_in_form(
         try:
             prompts = PromptBatch.from_lists([[*ask.ids, *written]]).to(model.net.get_input_embeddings().weight.device)
             with model.lock, model.on():
-                r = mine.answer(
-                    model.net, Request(prompts, how, model.tokenizer, seed, greedy=ask.greedy, eos=list(ask.eos))
-                )
+                request = Request(prompts, how, model.tokenizer, seed, greedy=ask.greedy, eos=list(ask.eos))
+                r = mine.answer(model.net, request)
                 new = r.completion_ids[0, : int(r.completion_lens[0])].tolist()
                 written.extend(new)
                 ended = written[-1] in ask.eos

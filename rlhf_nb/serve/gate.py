@@ -98,13 +98,6 @@ def _network(address: str) -> str:
     return str(ip) if ip.version == 4 else str(ipaddress.ip_network((ip, 64), strict=False))
 
 
-def _places(places: int, mine: int, others: int) -> str:
-    """Why there is no place."""
-    if not (mine and others):
-        return f"all {places} places are taken"
-    return f"{mine} of {places} places are yours, and {others} other clients have some"
-
-
 class Ticket:
     """Places of a request's answers; to be given back one by one."""
 
@@ -210,7 +203,8 @@ class Gate:
         own = mine + answers <= (max(1, self.places // (others + 1))) and self.taken + answers <= OVER * self.places
         if not (own or (room and (not others or not mine))):
             wait = max(1, math.ceil(self.seconds * self.config.max_queue / self.config.max_concurrent))
-            raise too_many(_places(self.places, mine, others), wait)
+            some = f"{mine} of {self.places} places are yours, and {others} other clients have some"
+            raise too_many(some if mine and others else f"all {self.places} places are taken", wait)
         self.held[who] += answers
         return Ticket(self, who, answers)
 

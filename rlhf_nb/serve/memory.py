@@ -27,9 +27,8 @@ class OwnCaches:
         self.lens = [0] * rows
 
     def _pass(self, row: int, ids: Sequence[int]) -> Tensor:
-        out = self.model(
-            torch.tensor([list(ids)], device=self.device), past_key_values=self.caches[row], use_cache=True
-        )
+        tokens = torch.tensor([list(ids)], device=self.device)
+        out = self.model(tokens, past_key_values=self.caches[row], use_cache=True)
         self.caches[row] = out.past_key_values
         self.lens[row] += len(ids)
         return out.logits[0, -1]  # type: ignore[no-any-return]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -100,9 +101,8 @@ def serve(config: ServeConfig) -> None:
     try:
         config = settled(config)
         begin, places = time.perf_counter(), config.models
-        site = load_site(
-            config, {name: read_generation(ModelConfig(name_or_path=place)) for name, place in places.items()}
-        )
+        says = {name: read_generation(ModelConfig(name_or_path=place)) for name, place in places.items()}
+        site = load_site(config, says)
         log = None if config.traffic is None else TrafficLog(config.traffic, config.log_text)
         app = create_app(site, _routers(config), log)
         desk = app.state.desk
@@ -116,10 +116,8 @@ def serve(config: ServeConfig) -> None:
             f"Serving {', '.join(site.names)} at http://{shown}:{port}/v1 "
             f"(loaded in {time.perf_counter() - begin:.1f} s). Ctrl-C ends."
         )
-        try:
+        with suppress(KeyboardInterrupt):  # after the answers were given their time
             server.run(sockets=[listening])
-        except KeyboardInterrupt:  # after the answers were given their time
-            pass
         tell("Ended." if not site.batcher.running else f"Ended; {site.batcher.running} answers were broken off.")
         site.batcher.stop()
     finally:
@@ -150,8 +148,7 @@ def memory_told(config: ServeConfig) -> str:
     ]
     start, most = sum(r.weights + r.copies for r in rows), sum(r.most for r in rows)
     lines.append(
-        f"Memory: {start / gib:.2f} GiB at the start, {most / gib:.2f} GiB at most "
-        "(settings cache, copies, max_context). "
-        "Python, its libraries and what is being computed take up to 0.75 GiB beside it."
+        f"Memory: {start / gib:.2f} GiB at the start, {most / gib:.2f} GiB at most (settings cache, copies, "
+        "max_context). Python, its libraries and what is being computed take up to 0.75 GiB beside it."
     )
     return "\n".join(lines)

@@ -31,9 +31,8 @@ class Words:
         self.ids.append(token)
         text = self._text()
         self.stopped = self.stops.where(text) is not None
-        if text.endswith("\ufffd") and not self.stopped:
-            return ""
-        return self._hand_on(text[: self.stops.sure(text)])
+        half = text.endswith("\ufffd") and not self.stopped
+        return "" if half else self._hand_on(text[: self.stops.sure(text)])
 
     def end(self) -> str:
         """No more tokens come: the rest."""

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import model_validator
 from torch import Tensor, nn
 
 from ..config import DataConfig, ModelConfig, PathText, SamplingConfig, option
 from ..core import ConfigError, decide_precision, derive_seed
 from ..data.sources import collate_completions, collate_prompts
-from ..data.worlds import toy_presets
+from ..data.worlds import Row, RowKind, toy_presets
 from ..losses.distill import Divergence, distill_loss, divergence, keep_likeliest
 from ..models.load import disable_dropout, load_causal_lm, load_tokenizer
 from ..rollout.backends import OurSampler
@@ -23,7 +23,6 @@ from ..run.callbacks import Callback
 from ..scoring.scores import completion_reads
 from .offline import check_same_tokens
 from .registry import register
-from ..data.worlds import Row, RowKind
 from .method import TextConfig, TextMethod, tokenize_rows
 from .trainer import TextTrainer
 from .words import takes_trl
@@ -42,16 +41,16 @@ class DistillConfig(TextConfig):
 
     output_dir: PathText = option("runs/distill", "the run's folder", min_length=1)
     model: ModelConfig = option(ModelConfig(), "the student")
-    teacher: PathText | None = Field(default=None, description="folder or hub name of the teacher; same tokenizer")
+    teacher: PathText | None = option(None, "folder or hub name of the teacher; same tokenizer")
     data: DataConfig = option(DataConfig(), "prompts; off-policy prompts with answers")
-    on_policy: bool = Field(default=True, description="learn on the student's own answers, not on the data's")
+    on_policy: bool = option(True, "learn on the student's own answers, not on the data's")
     lmbda: float | None = option(
         None, "share of steps with the student's own answers (GKD's λ); null: 1 or 0, as on_policy says", ge=0, le=1
     )
-    divergence: Divergence = Field(default="reverse_kl", description="reverse_kl, forward_kl, or js between them")
+    divergence: Divergence = option("reverse_kl", "reverse_kl, forward_kl, or js between them")
     beta: float | None = option(None, "js: the teacher's share in the mixture; null: 0.5", gt=0, lt=1)
     top_k: int | None = option(64, "the teacher's likeliest tokens that are kept; null: all", ge=1)
-    sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="how the student answers")
+    sampling: SamplingConfig = option(SamplingConfig(), "how the student answers")
 
     @property
     def own_share(self) -> float:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..config import DataConfig, PathText, option
 from ..core import ConfigError, evaluating
 from ..data.sources import collate_preferences
-from ..data.worlds import toy_presets
+from ..data.worlds import Row, toy_presets
 from ..run.engine import add_pairs
 from ..losses.kto import RunningMean
 from ..losses.preference import Entry, PairLogps, PairOptions, check_losses
@@ -22,7 +22,6 @@ from ..losses.preference import desensitize, nll, preference_loss, wpo_weights
 from ..models.adapters import Reference
 from .registry import register
 from .offline import OfflineConfig, OfflineMethod, OfflineTrainer
-from ..data.worlds import Row
 from .method import split_pairs, tokenize_rows
 from ..types import Completions, LossSum, PreferenceBatch
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_serializer, model_validator
+from pydantic import field_validator, model_serializer, model_validator
 
 from ..config import PathText, StrictConfig, option
 from ..core import ConfigError, RewardError, decide_precision, did_you_mean, suggest
@@ -111,7 +111,7 @@ class RewardEntry(StrictConfig):
     name: str | None = option(None, "in the log, rewards/NAME; null: the function's, verifier's, label's own")
     timeout: float | None = option(None, "seconds for one try; null: reward_timeout (url: 60)", gt=0)
     retries: int | None = option(None, "how often it is asked again after a failure; null: never (url: 4 times)", ge=0)
-    options: dict[str, Any] = Field(default_factory=dict, description="settings of a verifier")
+    options: dict[str, Any] = option({}, "settings of a verifier")
     mode: Literal["mean", "min", "mean_minus_std"] | None = option(None, "of an ensemble; null: mean_minus_std")
     columns: list[str] | None = option(None, "of the data that are sent to the url; null: all")
     key_env: KeyName | None = option(None, "NAME of the environment variable with the url's key; null: no key")

@@ -103,9 +103,8 @@ class GRPO(OnlineMethod):
         """Scores, less the over-long punishment."""
         r = super().score(r, unit)
         cfg = self.config
-        r.scores = r.need("scores") + overlong_penalty(
-            r.completion_mask.sum(1), cfg.sampling.max_new_tokens, cfg.overlong_buffer
-        )
+        lens, most = r.completion_mask.sum(1), cfg.sampling.max_new_tokens
+        r.scores = r.need("scores") + overlong_penalty(lens, most, cfg.overlong_buffer)
         return r
 
     @torch.no_grad()

@@ -16,14 +16,13 @@ from torch import Tensor
 from ..config import DataConfig, PathText, option
 from ..core import DataError, evaluating
 from ..data.formats import DataWarning
-from ..data.worlds import toy_presets
+from ..data.worlds import Row, toy_presets
 from ..scoring.trees import plan_trees
 from ..losses.kto import RunningMean, mismatched_kl, suggest_weights, unpaired_loss
 from ..models.adapters import Reference
 from .offline import OfflineConfig, OfflineMethod, OfflineTrainer
 from .registry import register
 from ..data.rows import in_kind
-from ..data.worlds import Row
 from .method import tokenize_rows
 from ..types import Completions, LossSum
 

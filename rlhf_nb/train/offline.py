@@ -80,9 +80,8 @@ def check_same_tokens(ours: Any, theirs: Any, where: str, role: str = "reference
     """
     if difference := other_token(ours, theirs):
         raise ModelError(
-            f"{role} {where!r} has another tokenizer: {difference}. Its log-probs would be about other "
-            "words. Use a model with the policy's tokenizer (as a reference usually the SFT model that the policy "
-            "starts from)."
+            f"{role} {where!r} has another tokenizer: {difference}. Its log-probs would be about other words. Use a "
+            "model with the policy's tokenizer (as a reference usually the SFT model that the policy starts from)."
         )
 
 

@@ -90,7 +90,7 @@ class OnlineConfig(RewardPart, TextConfig):
     usual_lr: ClassVar[float] = 1e-6
     model: ModelConfig = option(ModelConfig(), "the policy: the SFT model")
     data: DataConfig = option(DataConfig(), "prompts; further columns go to the reward functions")
-    sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="how answers are drawn")
+    sampling: SamplingConfig = option(SamplingConfig(), "how answers are drawn")
     decoder: DecoderConfig = option(PLAIN_DECODER, "how answers are drawn: plain; raft, online-dpo: best_of_n:16")
     episodes: EpisodeConfig = option(EpisodeConfig(), "an environment that replies to the policy, tools, and limits")
     rollouts: RolloutsConfig = option(RolloutsConfig(), "how far drawing runs ahead of learning while rewards wait")

@@ -178,9 +178,8 @@ class PPO(OnlineMethod):
         old, adv = micro.need("old_logps"), micro.need("advantages")
         policy = clipped_surrogate(new.logps, old, adv, mask, cfg.clip_eps_low, cfg.clip_eps_high)
         value = clipped_value(new.values, micro.need("values"), micro.need("returns"), mask, cfg.value_clip_eps)
-        if (
-            warming and self.engine.ranks.processes == 1
-        ):  # several processes expect a gradient of every weight, if only 0
+        # several processes expect a gradient of every weight, if only 0
+        if warming and self.engine.ranks.processes == 1:
             policy = policy._replace(total=policy.total.detach())
         terms = {"policy": (policy, 0.0 if warming else 1.0), "value": (value, cfg.vf_coef)}
         if cfg.entropy_coef and not warming:

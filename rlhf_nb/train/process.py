@@ -16,12 +16,11 @@ from torch import Tensor
 from ..config import DataConfig, ModelConfig, PathText, StrictConfig, option
 from ..core import ConfigError, derive_seed
 from ..data.steps import StepRule
-from ..data.worlds import toy_presets
+from ..data.worlds import Row, toy_presets
 from ..losses.process import step_loss
 from ..models.process import ProcessModel
 from ..scoring.check import check_scores
 from .registry import register
-from ..data.worlds import Row
 from .method import TextConfig, TextMethod, tokenize_rows
 from .trainer import TextTrainer
 from ..types import Completions, LossSum

@@ -19,7 +19,7 @@ from ..config import DataConfig, ModelConfig, PathText, TrainConfig, option
 from ..core import ConfigError, derive_seed, evaluating
 from ..data.shapes import DataNote
 from ..data.sources import collate_completions, collate_preferences
-from ..data.worlds import toy_presets
+from ..data.worlds import Row, toy_presets
 from ..losses.reward import bradley_terry, centering
 from ..models.heads import RewardModel
 from ..scoring.scores import Pooling
@@ -33,7 +33,6 @@ from rlhf_nb.train.fit_head import (
     told_of, weight_digest,
 )  # fmt: skip
 from .registry import register
-from ..data.worlds import Row
 from .method import TextConfig, TextMethod, split_pairs, tokenize_rows
 from .trainer import TextTrainer
 from ..types import Completions, LossSum, PreferenceBatch

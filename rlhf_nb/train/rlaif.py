@@ -22,7 +22,7 @@ from pydantic import model_validator
 from ..config import DataConfig, ModelConfig, PathText, PrecisionName, SamplingConfig, StrictConfig, option
 from ..core import ConfigError, DataError, RewardError, RunError, decide_precision, derive_seed
 from ..data.templates import encode_pairs, encode_prompts, is_blank, pairs_as_chat, speaks_chat
-from ..data.worlds import World, gold_of, FIRST_WORLD, world_of
+from ..data.worlds import FIRST_WORLD, Row, World, gold_of, world_of
 from ..rewards.base import Rewards
 from ..types import Completions, Rollout, prompt_uid
 from ..run.engine import Engine
@@ -43,7 +43,6 @@ from .registry import register
 from ..files import open_regular
 from ..untrusted import Unreadable
 from ..data.rows import load_rows
-from ..data.worlds import Row
 
 # %% auto #0
 __all__ = ['JudgeConfig', 'RewardJudge', 'toy_judge', 'RLAIFConfig', 'make_judge', 'check_judge', 'columns_of', 'known_pairs',

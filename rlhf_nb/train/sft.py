@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, option
 from ..core import ConfigError, derive_seed
 from ..data.sources import collate_completions
-from ..data.worlds import toy_presets
+from ..data.worlds import Row, toy_presets
 from ..losses.sft import sft_loss
 from .registry import register
-from ..data.worlds import Row
 from .method import TextConfig, TextMethod, tokenize_rows
 from .trainer import TextTrainer
 from ..types import Completions, LossSum

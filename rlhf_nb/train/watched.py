@@ -57,10 +57,8 @@ class EvalJudge(JudgeConfig):
 class HeldOutConfig(StrictConfig):
     """Who looks at the answers to held-out prompts, beside the rewards."""
 
-    metrics: list[RewardEntry] = Field(default_factory=list, description="entries as in rewards, each as eval/NAME")
-    judges: list[EvalJudge] = Field(
-        default_factory=list, description="judges: {model: FOLDER} or {endpoint: {url, model}}"
-    )
+    metrics: list[RewardEntry] = option([], "entries as in rewards, each as eval/NAME")
+    judges: list[EvalJudge] = option([], "judges: {model: FOLDER} or {endpoint: {url, model}}")
 
 
 class RewardPart(StrictConfig):
@@ -69,19 +67,15 @@ class RewardPart(StrictConfig):
     reward: PathText | None = option(
         None, "folder of a reward model (or an ensemble's members); in worlds that are made here 'check' or 'gold'"
     )
-    rewards: list[RewardEntry] = Field(
-        default_factory=list,
-        description="what an answer is worth, one entry a part: {file: rewards.py, fn: NAME}, {verify: number}, ...",
+    rewards: list[RewardEntry] = option(
+        [], "what an answer is worth, one entry a part: {file: rewards.py, fn: NAME}, {verify: number}, ..."
     )
     reward_weights: list[float] | None = option(
         None, "of the reward functions that a trainer is given in Python; null: 1 each"
     )
-    watch: list[RewardEntry] = Field(
-        default_factory=list, description="entries that are logged at each step and evaluation, and never learnt from"
-    )
-    eval: HeldOutConfig = Field(
-        default_factory=HeldOutConfig,
-        description="who looks at the answers to held-out prompts, beside rewards and watch",
+    watch: list[RewardEntry] = option([], "entries that are logged at each step and evaluation, and never learnt from")
+    eval: HeldOutConfig = option(
+        HeldOutConfig(), "who looks at the answers to held-out prompts, beside rewards and watch"
     )
     reward_timeout: float | None = option(
         3600.0, "seconds that a reward function may take for a batch; null: no limit", gt=0

@@ -263,8 +263,8 @@ def _frame(panel: Panel, plot: _Plot, width: int, height: int) -> str:
             continue
         if at + 12 + 5.8 * len(text) > width + 20:
             break
-        out.append(f'<rect x="{at:.0f}" y="20" width="8" height="8" rx="2" fill="{escape(color_of(line.color))}"/>')
-        out.append(svg_text(at + 11, 28, text.strip(), anchor="start", opacity=0.85))
+        box = f'<rect x="{at:.0f}" y="20" width="8" height="8" rx="2" fill="{escape(color_of(line.color))}"/>'
+        out.append(box + svg_text(at + 11, 28, text.strip(), anchor="start", opacity=0.85))
         at += 20 + 5.8 * len(text)
     for place, text in ticks(*plot.y, panel.log):
         y = _TOP + (plot.y[1] - place) / max(plot.y[1] - plot.y[0], 1e-12) * h
@@ -293,10 +293,8 @@ def _content(panel: Panel, plot: _Plot) -> str:
         out.append(f"<g>{line}{tip}<title>{escape(mark.text)}</title></g>")
     most = plot.w // _UNIT
     for i, one in enumerate(panel.lines):
-        if one.kind == "dots":
-            out.append(_draw_dots(plot, one))
-        else:
-            out.append(_draw_line(plot, one, most, DASHES[min(i // len(PALETTE), 2)]))
+        dashes = DASHES[min(i // len(PALETTE), 2)]
+        out.append(_draw_dots(plot, one) if one.kind == "dots" else _draw_line(plot, one, most, dashes))
     return "".join(out)
 
 # %% ../../nbs/widgets/charts.ipynb #50862793
