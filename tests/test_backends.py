@@ -107,6 +107,18 @@ def test_difference_is_logged_and_corrected(kind: str, tmp_path: Path) -> None:
         torch.testing.assert_close(run.method.correction(r), w)
 
 
+@pytest.mark.parametrize("more", [{}, {"old_logps": "recompute"}, {"num_inner_epochs": 2}, {"rollout_batch_size": 16}])
+def test_one_step_makes_no_second_pass(more: dict[str, Any], tmp_path: Path) -> None:
+    """In bf16 the sampler's log-probs are off; where the only update computes π_old anyway, it isn't scored before."""
+    run = trainer("grpo", tmp_path / "run", precision="bf16", steps=1, **more)
+    event = run.fit()[-1]
+    assert 0 < event["sampling/logp_difference_mean"] < 0.2 and 0.9 < event["sampling/importance_mean"] < 1.1
+    assert ("sampling/logp_difference_max" in event) == bool(more), "what only a scoring pass before the update says"
+    assert abs(event["val/ratio"] - 1) < (1e-6 if not more else 0.1)
+    r = run.collect(run.next_batch())
+    assert torch.equal(r.old_logps, r.rollout_logps) == (not more)
+
+
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_sampler_without_log_probs(kind: str, tmp_path: Path) -> None:
     run = trainer(kind, tmp_path / "run")

@@ -7,6 +7,7 @@ import json
 import re
 import time
 from collections.abc import Iterator
+from html import escape
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -22,6 +23,7 @@ from rlhf_nb.widgets.board import serve_board
 from rlhf_nb.widgets.report import report
 from rlhf_nb.widgets.runs import Runs, remarks_of
 
+ROOT = Path(__file__).resolve().parent.parent
 MISSING = [] if importlib.util.find_spec("playwright") else ["playwright"]
 MISSING += [] if browser_path() else ["a Chromium (chromium, google-chrome, or `playwright install chromium`)"]
 pytestmark = [
@@ -132,6 +134,28 @@ class Visit:
             n,
         )
         return found
+
+
+@pytest.mark.parametrize("frame", ["", "allow-scripts"], ids=["a page", "a frame of its own"])
+def test_a_figure_of_a_lesson_moves_by_mouse_and_keys(browser: Any, frame: str) -> None:
+    """Its output alone, as on the site; and in a sandboxed frame without an origin, as Colab and VS Code show outputs."""
+    for lesson, kind in (("lesson_01", "radio"), ("lesson_05", "range")):
+        cells = json.loads((ROOT / "nbs" / "course" / f"{lesson}.ipynb").read_text(encoding="utf-8"))["cells"]
+        outputs = ["".join(o.get("data", {}).get("text/html", "")) for c in cells for o in c.get("outputs", [])]
+        figure = next(h for h in outputs if h.startswith("<figure"))
+        page = browser.new_page()
+        page.set_content(
+            f'<iframe sandbox="{frame}" srcdoc="{escape(figure)}" width=900 height=600></iframe>' if frame else figure
+        )
+        at = page.frame_locator("iframe") if frame else page
+        seen = lambda at=at: at.locator("[data-frame]").evaluate_all("all => all.map(d => d.style.display !== 'none').indexOf(true)")  # fmt: skip
+        first, box = seen(), at.locator("input").last.bounding_box()
+        page.mouse.click(box["x"] + box["width"] - 3, box["y"] + box["height"] / 2)
+        last = at.locator("[data-frame]").count() - 1
+        assert (first, seen()) == (0, last), (lesson, kind)
+        page.keyboard.press("ArrowLeft")
+        assert seen() == last - 1 and at.locator("output").text_content(), (lesson, kind)
+        page.close()
 
 
 def test_a_person_touches_the_charts_of_a_report(browser: Any, tmp_path: Path) -> None:

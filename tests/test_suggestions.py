@@ -42,6 +42,8 @@ FILLED = {  # what a message fills in
 }  # fmt: skip
 FILLED_IN = {  # where the same word means something else
     "compare A B --suite NAME": "compare tiny other --suite sums", "eval/SUITE/A runs/eval/SUITE/B": "eval/old runs/eval/new",
+    "METHOD --topology FILE": "dpo --topology cluster_topology.yaml", "--topology FILE": "--topology cluster_topology.yaml",
+    "launch METHOD -n 4 --topology": "launch dpo -n 4 device=cpu --topology",
     "serve MODEL --feedback FILE": "serve tiny --feedback said.jsonl",
     "serve --feedback FILE": "serve tiny --feedback said.jsonl", "serve MODEL --traffic FILE": "serve tiny --traffic said.jsonl",
     "eval MODEL --suite {model}": "eval tiny --suite sums", "sample {name}": "sample tiny", "push {place} {name}": "push runs/ppo a/b",

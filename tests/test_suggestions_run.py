@@ -105,6 +105,7 @@ def lived_in(world: Path) -> Path:
         for name, place in (("v1", "tiny"), ("v2", "other")):
             shutil.copytree(place, f"models/{name}")
             promote_version(Versions("models"), name, "for the tests")
+        Path("cluster_topology.yaml").write_text(call("config", "init", "topology"))
     (world / "submissions").mkdir()
     (world / "submissions/u17.json").write_text(json.dumps({"student": "u17", "answers": {}}))
     line = {"time": 1.0, "id": "1", "model": "pip", "version": "8d1f0c2a77b1", "user": "u-17", "finish": "stop"}
@@ -160,7 +161,7 @@ LITTLE = {  # what makes a command's work small
     "eval": ["--limit", "2", "max_new_tokens=4"], "compare": ["--limit", "2"],
     "sample": ["--max-new-tokens", "8"], "chat": ["--max-new-tokens", "8"],
     "cycle": ["toy=true", *(f"{s}.{w}" for s in ("dpo", "ppo", "reward") for w in ("steps=1", "epochs=null"))],
-    "demo": ["steps=1", *DRAWN], "export": ["--limit", "2"],
+    "demo": ["steps=1", *DRAWN],
 }  # fmt: skip
 
 
@@ -178,7 +179,7 @@ def small(words: list[str]) -> list[str]:
             "2",
             *(["--trials", "3", "steps=3"] if "--trials" in words else []),
         ]
-    if words[0] == "launch":
+    if words[0] == "launch" and "--topology" not in words:  # which says how many
         words = [*words, "--processes", "2"]
     if words[0] == "run":
         config = load_config(

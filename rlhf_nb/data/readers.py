@@ -279,9 +279,8 @@ def open_rows(
     parts = _files_in(file) if file.is_dir() and split == "train" and subset is None else []
     if parts:
         return lambda: (row for part in parts for row in _read(part, str(_kind(part))))
-    if not file.is_dir() and (
-        _kind(file) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?", name) or name.startswith(".")
-    ):
+    no_hub = _kind(file) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?", name) or name.startswith(".")
+    if no_hub and not file.is_dir():
         raise _missing(file)
     if file.is_dir():
         with quiet_datasets():

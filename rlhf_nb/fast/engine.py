@@ -107,8 +107,8 @@ class RowCache:
     """Keys and values of rows, each from column 0 on, from which the last tokens can be taken back.
 
     What is computed of a row depends on its own tokens only. Memory is taken by need: as many rows as are in use, as
-    many columns as the longest has, each up to the next power of two. A prompt copies its beginning from a row of the
-    same owner.
+    many columns as the longest has, rows up to the next power of two, columns by a quarter more. A prompt copies its
+    beginning from a row of the same owner.
 
     Args:
         decoder: see `decoder_for`.
@@ -172,7 +172,7 @@ class RowCache:
         if rows <= r and columns <= c:
             return
         share = (self.places // rows - self.spare) // self.unit * self.unit
-        wide = max(c, min(_up(1 << (columns - 1).bit_length(), self.unit), self.columns, max(columns, share)))
+        wide = max(c, min(_up(columns + columns // 4, self.unit), self.columns, max(columns, share)))
         if rows * (wide + self.spare) > self.places:
             wide = columns
         high = max(rows, min(max(r, 1 << (rows - 1).bit_length()), self.rows, self.places // (wide + self.spare)))

@@ -131,9 +131,8 @@ def plain_weight(module: nn.Module) -> tuple[Tensor, Tensor | None] | None:
     if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
         weight: Tensor = module.weight  # type: ignore[assignment]
         return weight.t(), module.bias  # type: ignore[return-value]
-    if not (
-        hasattr(module, "get_delta_weight") and hasattr(module, "lora_A") and isinstance(module.base_layer, nn.Module)
-    ):
+    adapted = hasattr(module, "get_delta_weight") and hasattr(module, "lora_A")
+    if not (adapted and isinstance(module.base_layer, nn.Module)):
         return None
     base = plain_weight(module.base_layer)
     layer: Any = module

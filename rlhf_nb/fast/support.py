@@ -312,9 +312,11 @@ def _misfit(body: Any, config: PreTrainedConfig, prefix: str, length: int | None
         if here["training"] and here.get("gradient_checkpointing", cls.__dict__.get("gradient_checkpointing")):
             return "activations are checkpointed"
     for layer in layers:
-        if type(layer).__name__ not in (prefix + "DecoderLayer", prefix + "Block") or any(
-            type(part).__name__ != prefix + _SLOTS[slot] for slot, part in layer._modules.items() if slot in _SLOTS
-        ):
+        slots = [
+            (type(part).__name__, prefix + _SLOTS[slot]) for slot, part in layer._modules.items() if slot in _SLOTS
+        ]
+        known = type(layer).__name__ in (prefix + "DecoderLayer", prefix + "Block")
+        if not known or any(kind != ours for kind, ours in slots):
             return f"a {type(layer).__name__} in it is put together in another way"
         here = (layer._modules.get("self_attn") or layer._modules["attn"]).__dict__
         size, own = here["head_dim"], (here.get("num_key_value_groups", 1), here["is_causal"])

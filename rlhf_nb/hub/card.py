@@ -350,11 +350,10 @@ def portable(value: Any) -> Any:
         return {k: "again" if k == "output_dir" else portable(v) for k, v in value.items() if k != "begun_in"}
     if isinstance(value, list):
         return [portable(v) for v in value]
-    if isinstance(value, str) and (
-        value.startswith(("/", "~", "./", "../")) or (os.sep in value and Path(value).exists())
-    ):
-        return Path(value).name
-    return value
+    if not isinstance(value, str):
+        return value
+    here = value.startswith(("/", "~", "./", "../")) or (os.sep in value and Path(value).exists())
+    return Path(value).name if here else value
 
 
 def describe_data(told: Told) -> str:

@@ -64,9 +64,7 @@ def find_copy(name: str, revision: str | None = None) -> Path | None:
     model, pinned = split_revision(name)
     folder = copy_folder(model, revision or pinned)
     origin = read_origin(folder)
-    if origin is None or (model not in SHORT_NAMES and origin.get("from") != "hub"):
-        return None
-    return folder
+    return None if origin is None or (model not in SHORT_NAMES and origin.get("from") != "hub") else folder
 
 
 def resolve(name: str, revision: str | None = None) -> str:

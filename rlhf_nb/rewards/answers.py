@@ -137,14 +137,11 @@ _HASH = re.compile(
     r"(?<!#)####(?!#)[ \t]*(?P<part>[*_]*(?:step|part|case|stage|phase|section|method|approach)\b)?", re.I
 )
 _SAID = re.compile(
-    r"(?<!\w)(?:answer|ans)\b[\"'`*_]*(?:[ \t]{0,3}\([^()\n]{0,60}\)|[ \t]+(?:to|for)\b[^.:=\n]{1,80}?)?[\"'`*_]*[ "
-    r"\t]{0,9}"
-    r"(?:is\b|was\b|equals\b|:|=)[\"'`*_]*:?[ \t]*",
+    r"(?<!\w)(?:answer|ans)\b[\"'`*_]*(?:[ \t]{0,3}\([^()\n]{0,60}\)|[ \t]+(?:to|for)\b[^.:=\n]{1,80}?)?[\"'`*_]*"
+    r"[ \t]{0,9}(?:is\b|was\b|equals\b|:|=)[\"'`*_]*:?[ \t]*",
     re.IGNORECASE,
 )
-_HEADING = re.compile(
-    r"^[ \t#*_>]*(?:the[ \t]+|my[ \t]+)?(?:final[ \t]+)?answer[ \t*_:.#]*$", re.IGNORECASE | re.MULTILINE
-)
+_HEADING = re.compile(r"^[ \t#*_>]*(?:the[ \t]+|my[ \t]+)?(?:final[ \t]+)?answer[ \t*_:.#]*$", re.I | re.M)
 _TURNED = re.compile(r"(?<!\S)(\S{1,40}) is (?:the|my|our) (?:final |correct |right )?answer\b", re.IGNORECASE)
 _ANOTHER = re.compile(
     r"\b(?:that|this|these|your|his|her|their|an|any|no|each|every|which|whose|wrong|incorrect)[ \t]+$", re.IGNORECASE
@@ -410,9 +407,7 @@ def _first(text: str, percent: str, rest: str) -> _Figure | None:
     return None if beside else _value(own[0], percent)
 
 # %% ../../nbs/rewards/answers.ipynb #4bc62868
-_ASKS_PERCENT = re.compile(
-    r"\b(?:what|which|how many|the|as a|in|a)(?:\s+[a-z]+){0,3}?\s+percent|\bwhat\s+%", re.IGNORECASE
-)
+_ASKS_PERCENT = re.compile(r"\b(?:what|which|how many|the|as a|in|a)(?:\s+[a-z]+){0,3}?\s+percent|\bwhat\s+%", re.I)
 
 
 def asks_for_percent(prompt: Any) -> bool:

@@ -165,7 +165,7 @@ def sampling_metrics(r: Rollout, sampler: Sampler) -> dict[str, float]:
         expectation); those that are known.
     """
     metrics = {} if sampler.slots_in_use is None else {"perf/slots_in_use": sampler.slots_in_use}
-    if r.rollout_logps is None or r.old_logps is None or r.old_logps is r.rollout_logps:
+    if r.rollout_logps is None or r.old_logps is None or torch.equal(r.old_logps, r.rollout_logps):
         return metrics
     gap = (r.old_logps.float() - r.rollout_logps.float())[r.completion_mask]
     names = ("sampling/logp_difference_mean", "sampling/logp_difference_max", "sampling/importance_mean")

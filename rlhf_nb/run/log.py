@@ -52,9 +52,8 @@ def plain_json(value: Any) -> Any:
         return {mended(str(k)): plain_json(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain_json(v) for v in value]
-    if hasattr(value, "tolist"):  # tensors, arrays and numpy's scalars
-        return plain_json(value.tolist())
-    return mended(str(value))
+    # tensors, arrays and numpy's scalars
+    return plain_json(value.tolist()) if hasattr(value, "tolist") else mended(str(value))
 
 
 def _revive(value: Any) -> Any:

@@ -94,10 +94,20 @@ class GRPO(OnlineMethod):
 
     name = "grpo"
     config: GRPOConfig
+    one_pass = False  # whether the loss takes what it computes for π_old, too
 
     def __init__(self, *args: Any, more_prompts: Callable[[], PromptBatch | None] | None = None, **others: Any) -> None:
         super().__init__(*args, **others)
         self.more_prompts = more_prompts
+
+    def old_logps_and_values(self, r: Rollout, again: bool) -> tuple[Tensor | None, Tensor | None]:
+        """As in `OnlineMethod`; where one step is all that learns from answers, its own pass says what π_old is, and
+        the sampler's log-probs stand for it until then.
+        """
+        cfg, sole = self.config, self.config.num_inner_epochs == 1
+        sole = sole and cfg.rollout_batch_size <= cfg.mini_batch_size and cfg.old_logps == "auto"
+        self.one_pass = again and sole and self.sampler.exact and self.reference is None and self.actor.ticket is None
+        return super().old_logps_and_values(r, again and not self.one_pass)
 
     def score(self, r: Rollout, unit: int | None = None) -> Rollout:
         """Scores, less the over-long punishment."""
@@ -191,11 +201,16 @@ class GRPO(OnlineMethod):
         cfg, mask = self.config, micro.completion_mask
         weigh: dict[str, Any] = {"per": cfg.switch("per"), "max_length": cfg.sampling.max_new_tokens}
         new = self.module(micro, temperature=cfg.sampling.temperature).logps
+        old = new.detach() if self.one_pass else micro.need("old_logps")
         policy = group_surrogate(
-            new, micro.need("old_logps"), micro.need("advantages"), mask, clip_eps_low=cfg.switch("clip_eps_low"),
+            new, old, micro.need("advantages"), mask, clip_eps_low=cfg.switch("clip_eps_low"),
             clip_eps_high=cfg.switch("clip_eps_high"), level=cfg.switch("level"), soft=cfg.switch("soft"),
-            correction=self.correction(micro), **weigh,
+            correction=self.correction(micro, old), **weigh,
         )  # fmt: skip
+        if self.one_pass:
+            gap, n = torch.where(mask, old - micro.need("rollout_logps"), 0.0), mask.sum()
+            policy.stats["sampling/logp_difference_mean"] = gap.abs().sum(), n
+            policy.stats["sampling/importance_mean"] = torch.where(mask, gap.exp(), 0.0).sum(), n
         terms = {"policy": (policy, 1.0)}
         if self.kl_coef:
             terms["kl"] = (group_kl(new, micro.need("ref_logps"), mask, kind=cfg.kl_kind, **weigh), self.kl_coef)

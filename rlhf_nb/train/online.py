@@ -361,7 +361,7 @@ class Actor:
         """What the sampler and a ticket tell, and, where π_old was scored, how far the policy is from who drew."""
         found = sampling_metrics(r, self.method.sampler)
         found |= {"rollout/lag": 0.0} if self.ticket is None else self.rollouts.metrics(self.ticket)
-        if r.rollout_logps is None or r.old_logps is r.rollout_logps:
+        if r.rollout_logps is None or torch.equal(r.need("old_logps"), r.rollout_logps):
             return found
         return found | staleness(r.need("old_logps"), r.rollout_logps, r.completion_mask)
 
@@ -530,9 +530,9 @@ class OnlineMethod(TextMethod):
             found |= promises_kept(r, eos_ids(unwrapped(self.model), self.tokenizer))
         return found if r.values is not None else found | group_metrics(r.need("scores"), self.config.num_generations)
 
-    def correction(self, r: Rollout) -> Tensor | None:
-        """[B, C], weights of tokens where sampler and scorer disagree; None where they are the same."""
-        old, drawn, cfg = r.need("old_logps"), r.rollout_logps, self.config
+    def correction(self, r: Rollout, old: Tensor | None = None) -> Tensor | None:
+        """[B, C], weights of tokens where sampler and scorer (`old`; None: r's) disagree; None: they are the same."""
+        old, drawn, cfg = r.need("old_logps") if old is None else old, r.rollout_logps, self.config
         if drawn is None or old is drawn or (old.device.type == "cpu" and torch.equal(old, drawn)):
             return None  # (on a GPU the answer isn't waited for: weights of exactly 1 change nothing)
         how = (cfg.importance_cap, cfg.importance_floor, cfg.importance_level)

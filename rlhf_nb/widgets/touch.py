@@ -102,9 +102,8 @@ def charts_html(panels: Sequence[Panel], still: str = "", kind: str = "rc-charts
         options: smoothing (0 to 1) and axis (the name of what is horizontal).
     """
     told = inert_json({"panels": chart_data(panels), **options})
-    return (
-        f'<div class="{kind}"><div class="rc-still">{still}</div><script type="application/json">{told}</script></div>'
-    )
+    script = f'<script type="application/json">{told}</script>'
+    return f'<div class="{kind}"><div class="rc-still">{still}</div>{script}</div>'
 
 
 def live_html(place: str, panels: Sequence[Panel], points: int = 400, **options: Any) -> str:
