@@ -415,8 +415,8 @@ class OnlineMethod(TextMethod):
 
     def controls(self) -> dict[str, Control]:
         """The sampling temperature, and the price of a nat where there is one to pay and a reference."""
-        priced = self.kl is not None and self.reference is not None
-        return {"temperature": self.actor.control()} | (kl_controls(self.kl) if priced else {})
+        price = {} if self.kl is None or self.reference is None else kl_controls(self.kl)
+        return {"temperature": self.actor.control()} | price
 
     def frozen_modules(self) -> list[nn.Module]:
         """The reference, and reward models."""
