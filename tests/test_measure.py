@@ -19,6 +19,8 @@ from rlhf_nb.run.roles import ClusterTopology
 from rlhf_nb.run.strategy import layout_of
 from rlhf_nb.scale.cost import Speed
 from rlhf_nb.scale.measure import MESSAGE_SIZES, Wires, predict_ranks
+from rlhf_nb.scale.plan import plans
+from rlhf_nb.scale.predict import WIRE, named_gpu, predict_step
 from rlhf_nb.scale.topology import DecoderShape, Job
 
 SHAPE = DecoderShape(4, 64, 128, 4, 4, 16, 512, False)
@@ -126,3 +128,21 @@ def test_a_bucket_is_a_part_of_a_strategy() -> None:
     assert layout_of("zero2_offload+mb128") == layout_of("zero2_offload")._replace(bucket=128)
     with pytest.raises(ConfigError, match="mb is not built for fsdp2; use ddp.mb25"):
         layout_of("fsdp2+mb25")
+
+
+def test_the_page_that_weighs_pipelines_has_the_planners_numbers() -> None:
+    llama, gpu = DecoderShape(80, 8192, 28672, 64, 8, 128, 128256, tied=False), named_gpu("h100")
+    page = (Path(__file__).parents[1] / "docs" / "system_design.md").read_text(encoding="utf-8")
+    for rows in (512, 4096, 32768):
+        (found,) = plans(llama, Job("sft", 512, 512, token_budget=8192, mini_batch=rows), [512], 80.0, None).values()
+        assert found is not None and found.split.stage == 3
+        step = predict_step(llama, found, gpu)
+        stages, many = 8, rows * 8 // 512
+        once = step.update * (3 / 4 if found.job.recompute else 1) * (many + stages - 1) / many
+        sums, states = (
+            4 * llama.total / stages / (WIRE * min(gpu.link, 8 * gpu.network)),
+            many * 1024 * llama.hidden * 4,
+        )
+        pipeline, bubble = once + sums + states / (WIRE * gpu.network), (stages - 1) / (many + stages - 1)
+        row = f"| {rows:,} | {step.seconds:.2f} | {step.wait:.2f} | {pipeline:.2f} | {100 * bubble:.0f} % |"
+        assert row in page, row
