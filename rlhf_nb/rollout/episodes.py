@@ -331,8 +331,7 @@ class _Play:
     def _play(self) -> None:
         """Take turns until each episode is over."""
         while self.waits.open:
-            ready = list[_Episode]()
-            heard = sorted(self.waits.arrived(), key=lambda x: (x[0].row, x[0].sample))
+            ready, heard = list[_Episode](), sorted(self.waits.arrived(), key=lambda x: (x[0].row, x[0].sample))
             for e, _, seconds in heard:
                 e.waited += seconds
             self._open([(e, said) for e, said, _ in heard if not e.texts], ready)
@@ -469,9 +468,10 @@ class _Play:
             e.ids, e.rewards = e.ids + ids[:n], [*e.rewards, 0.0]
             e.logps += [math.nan] * n if logps is None else logps[i][:n]
             e.texts.append(self.tokenizer.decode(ids[:n], skip_special_tokens=True))
-            text = self.tokenizer.decode(ids[:n], skip_special_tokens=False)
+            text = self.tokenizer.decode(ids[:n], skip_special_tokens=False).removesuffix(
+                self.tokenizer.eos_token or ""
+            )
             before = self.tokenizer.decode(rows[i][-_END:], skip_special_tokens=False)
-            text = text.removesuffix(self.tokenizer.eos_token or "")
             e.asked = parse_calls(text, self.by.form, before, e.seat.kind.schemas)
             e.made += len(e.asked[0])
             e.messages = [*e.messages, {"role": "assistant", "content": e.texts[-1]}]
