@@ -468,9 +468,8 @@ class _Play:
             e.ids, e.rewards = e.ids + ids[:n], [*e.rewards, 0.0]
             e.logps += [math.nan] * n if logps is None else logps[i][:n]
             e.texts.append(self.tokenizer.decode(ids[:n], skip_special_tokens=True))
-            text = self.tokenizer.decode(ids[:n], skip_special_tokens=False).removesuffix(
-                self.tokenizer.eos_token or ""
-            )
+            text = self.tokenizer.decode(ids[:n], skip_special_tokens=False)
+            text = text.removesuffix(self.tokenizer.eos_token or "")
             before = self.tokenizer.decode(rows[i][-_END:], skip_special_tokens=False)
             e.asked = parse_calls(text, self.by.form, before, e.seat.kind.schemas)
             e.made += len(e.asked[0])
@@ -509,8 +508,9 @@ def _entered(by: Episodes, request: Request) -> list[_Episode]:
         known, prompt = {k: v[i] for k, v in prompts.columns.items()}, prompts.prompts[i]
         known |= {"prompt": prompt} if prompt else {}
         said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
-        seat = _Seat(by.kind(known), by.config.call_seconds)
-        out.append(_Episode(seat, i, prompt, k, uids[i], known, lists[i], said))
+        out.append(
+            _Episode(_Seat(by.kind(known), by.config.call_seconds), i, prompt, k, uids[i], known, lists[i], said)
+        )
     return out
 
 
