@@ -505,12 +505,10 @@ def _entered(by: Episodes, request: Request) -> list[_Episode]:
     rows, samples = addresses(prompts, request.num_samples)
     lists, uids = prompts.token_lists(), prompts.uid.tolist()
     for i, k in zip(rows.tolist(), samples.tolist()):
-        known, prompt = {k: v[i] for k, v in prompts.columns.items()}, prompts.prompts[i]
-        known |= {"prompt": prompt} if prompt else {}
-        said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
-        out.append(
-            _Episode(_Seat(by.kind(known), by.config.call_seconds), i, prompt, k, uids[i], known, lists[i], said)
-        )
+        known, shown = {k: v[i] for k, v in prompts.columns.items()}, prompts.prompts[i]
+        known |= {"prompt": shown} if shown else {}
+        said = [{"role": "user", "content": shown}] if isinstance(shown, str) else [*shown]
+        out.append(_Episode(_Seat(by.kind(known), by.config.call_seconds), i, shown, k, uids[i], known, lists[i], said))
     return out
 
 
