@@ -70,14 +70,6 @@ def put(path: Path, kind: str, victim: Path) -> None:
         {**fuzz.kinds_of_names(victim), "terabyte": fuzz.sparse}[kind](path)
 
 
-def cut(folder: Path) -> None:
-    """As if it had been killed before the last step of PPO."""
-    for name in ("ppo/stage.json", "ppo/gate.json", "results.json", "report.html"):
-        place = folder / name
-        if place.is_symlink() or not place.is_dir():
-            place.unlink(missing_ok=True)
-
-
 def commands(folder: Path) -> dict[str, list[str]]:
     """What people type at a pipeline's folder."""
     return {
@@ -107,28 +99,14 @@ def fault(words: list[str], seconds: float) -> tuple[str, str]:
 
 
 def pairs(folder: Path, how: str) -> list[tuple[str, str]]:
-    """Files and what takes their place: the pipeline's and its stages' own files, or every file, with the kinds in turn; or every file with every kind."""
+    """The pipeline's and its stages' own files, or every file, the kinds in turn."""
     names = [n for n in files(folder) if how != "own files" or not ("model/" in n or "checkpoints/" in n)]
-    return (
-        [(n, k) for n in names for k in KINDS]
-        if how == "all kinds"
-        else [(n, KINDS[i % len(KINDS)]) for i, n in enumerate(names)]
-    )
+    return [(n, KINDS[i % len(KINDS)]) for i, n in enumerate(names)]
 
 
-HOW = [
-    "own files",
-    pytest.param("every file", marks=pytest.mark.slow),
-    pytest.param("all kinds", marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize(
-    "killed", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["finished", "killed in PPO"]
-)
+@pytest.mark.parametrize("how", ["own files", pytest.param("every file", marks=pytest.mark.slow)])
 def test_a_pipelines_folder_is_never_followed_waited_for_or_a_traceback(
-    killed: bool, how: str, pipeline: Path, tmp_path: Path, outside: Path
+    how: str, pipeline: Path, tmp_path: Path, outside: Path
 ) -> None:
     wrong, copy = [], tmp_path / "copy"
     for name, kind in pairs(pipeline, how):
@@ -137,8 +115,6 @@ def test_a_pipelines_folder_is_never_followed_waited_for_or_a_traceback(
                 shutil.rmtree(copy, ignore_errors=True)
                 shutil.copytree(pipeline, copy)
                 put(copy / name, kind, outside)
-            if killed and what == "run":
-                cut(copy)
             problem, shown = fault(words, 30)
             if problem:
                 wrong.append(f"{name} as {kind}, {what}: {problem}")
