@@ -56,7 +56,7 @@ def patient_protocol(seconds: float, most: int = 512) -> Any:
 
     Args:
         seconds: that a request's head may take; then its connection is closed.
-        most: connections; a later one takes the place of the longest without a whole head, or gets 503 if there is none.
+        most: connections; a later one takes the place of the longest without a whole head, or gets 503 if all have.
     """
     import h11
     from uvicorn.protocols.http.h11_impl import H11Protocol
