@@ -143,7 +143,7 @@ def test_a_killed_worker_changes_nothing(tmp_path: Path) -> None:
     thread = kill_some(t, 1, random.Random(0))
     t.fit()
     thread.join()
-    assert weights(t) == weights(straight) and t.method.rollouts.workers.deaths == 1 and not running()
+    assert weights(t) == weights(straight) and t.method.actor.rollouts.workers.deaths == 1 and not running()
 
 
 @pytest.mark.slow
@@ -155,7 +155,7 @@ def test_ten_killed_workers(kind: str, tmp_path: Path) -> None:
     thread = kill_some(t, 10, random.Random(1))
     t.fit()
     thread.join(60)
-    assert weights(t) == weights(straight) and t.method.rollouts.workers.deaths >= 5
+    assert weights(t) == weights(straight) and t.method.actor.rollouts.workers.deaths >= 5
 
 
 @pytest.mark.parametrize("prompts", [8, 1])
@@ -166,7 +166,7 @@ def test_five_kills_in_a_row(prompts: int, tmp_path: Path) -> None:
     t = drawn_by("grpo", tmp_path / "b", 0, 1, **over)
     t.method.sampler = Killed(tmp_path / "kills", 5)
     straight.fit(), t.fit()
-    assert weights(t) == weights(straight) and t.method.rollouts.workers.deaths == 5 and not running()
+    assert weights(t) == weights(straight) and t.method.actor.rollouts.workers.deaths == 5 and not running()
 
 
 # --- the learner dies, and both
@@ -239,7 +239,7 @@ def test_a_prompt_that_is_always_killed(tmp_path: Path) -> None:
     t.method.sampler = Killed(tmp_path / "kills", 10**9)
     with pytest.raises(RewardError, match="ended 8 times .* with exit code -9: .* A checkpoint of step 0 was left"):
         t.fit()
-    assert not running() and t.method.rollouts.workers.deaths == 8
+    assert not running() and t.method.actor.rollouts.workers.deaths == 8
 
 
 class NoPlace:
@@ -318,7 +318,9 @@ def test_a_worker_that_cannot_be_made(how: str, deaths: int, sentence: str, tmp_
     sampler.how = how
     with pytest.raises(RewardError, match=sentence) as error:
         t.fit()
-    assert "The prompt is" not in str(error.value) and t.method.rollouts.workers.deaths == deaths and not running()
+    assert (
+        "The prompt is" not in str(error.value) and t.method.actor.rollouts.workers.deaths == deaths and not running()
+    )
 
 
 class Broken:
@@ -425,7 +427,7 @@ def test_no_more_workers_than_prompts(tmp_path: Path) -> None:
     seen = list[int]()
     t.method.finish_step = lambda step: seen.append(len(running()))
     t.fit()
-    crew = t.method.rollouts.workers
+    crew = t.method.actor.rollouts.workers
     assert len(seen) == 2 and max(seen) <= t.config.rollout_batch_size and crew.count == 1000 and not running()
 
 

@@ -14,6 +14,11 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 LONG = 500  # lines of code in a module
 WIDE = 120  # characters of a line
+MOST = {ast.ClassDef: 200, ast.FunctionDef: 60, ast.AsyncFunctionDef: 60}  # lines of a class, of a function
+LARGE = {  # classes above, and what they are
+    "fast.engine.RowCache": "keys and values of rows, and the order in which prompts are read into them",
+    "widgets.reader.RunReader": "what a run's log, its imports and its samples say, behind one object",
+}
 
 
 def modules(root: Path) -> dict[str, Path]:
@@ -115,6 +120,17 @@ def too_long(root: Path) -> list[str]:
     return found
 
 
+def large(root: Path) -> list[str]:
+    """Classes and functions with more lines than `MOST`, docstrings and blank lines counted, by dotted name."""
+    found = []
+    for module, path in modules(root).items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            most = MOST.get(type(node))  # type: ignore[call-overload]
+            if most is not None and node.end_lineno - node.lineno + 1 > most:  # type: ignore[attr-defined]
+                found.append(f"{module}.{node.name}")  # type: ignore[attr-defined]
+    return found
+
+
 def short_names(root: Path) -> list[str]:
     """Public names of one capital letter (`T`, `M_`): of use to nobody outside."""
     found = []
@@ -186,6 +202,16 @@ BASE = "class Base:\n    x = 1\n"
 )
 def test_only_children_are_seen(tmp_path: Path, module: str, cell: str, wrong: int) -> None:
     assert len(only_children(tree(tmp_path, module, cell=cell))) == wrong
+
+
+def test_no_class_and_no_function_is_large() -> None:
+    assert sorted(large(ROOT)) == sorted(LARGE), "one that is no longer large leaves the list"
+
+
+def test_large_ones_are_seen(tmp_path: Path) -> None:
+    for kind, most in (("class A:", 200), ("def f():", 60), ("async def f():", 60)):
+        assert not large(tree(tmp_path / f"{kind[:3]}-fits", kind + "\n    x = 1" * (most - 1) + "\n"))
+        assert large(tree(tmp_path / f"{kind[:3]}-large", kind + "\n    x = 1" * most + "\n"))
 
 
 def test_long_modules_are_seen(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from rlhf_nb.losses.policy import clipped_surrogate
 from rlhf_nb.losses.preference import PairLogps
 from rlhf_nb.run.engine import Engine
 from rlhf_nb.train.grpo import GRPO, VARIANTS, GRPOConfig
+from rlhf_nb.train.online import Actor
 from rlhf_nb.train.online_dpo import OnlineDPO
 from rlhf_nb.train.pairs import OnlineDPOConfig
 from rlhf_nb.train.ppo import PPO, PPOConfig
@@ -225,6 +226,7 @@ def made(kind: type, config: Any) -> Any:
     self: Any = object.__new__(kind)
     self.config, self.engine, self.reference = config, Engine(decide_precision("cpu", "fp32")), None
     self.tokenizer, self._warned, self.kl = SimpleNamespace(pad_token_id=0), False, None
+    self.actor = Actor(self)
     return self
 
 

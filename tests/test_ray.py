@@ -89,20 +89,20 @@ def test_actors_draw_the_bits_of_one_process(tmp_path: Path) -> None:
         pids = family(os.getpid())
         seen.update(pids)
         heard.update(listening([*pids, os.getpid()]))
-        actors = [w.pid for w in t.method.rollouts.workers.crew.workers.values() if w.pid]
+        actors = [w.pid for w in t.method.actor.rollouts.workers.crew.workers.values() if w.pid]
         if step < 5 and actors:
             os.kill(rng.choice(actors), signal.SIGKILL)
 
     t.method.finish_step = kill
     t.fit()
-    assert weights(t) == weights(straight) and 3 <= t.method.rollouts.workers.deaths <= 5
+    assert weights(t) == weights(straight) and 3 <= t.method.actor.rollouts.workers.deaths <= 5
     assert len(seen) > 5 and heard <= {
         "0100007F",
         "0000000000000000FFFF00000100007F",
         "00000000000000000000000001000000",
     }
     assert gone([*seen]) and not sys.modules["ray"].is_initialized() and signal.getsignal(signal.SIGTERM) is handler
-    place = t.method.rollouts.workers.place
+    place = t.method.actor.rollouts.workers.place
     assert place.folder and not Path(place.folder).exists() and os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
 
 
@@ -119,7 +119,7 @@ def test_a_clusters_node_is_killed(tmp_path: Path) -> None:
     t.method.sampler, killed = Slow(), list[Any]()
 
     def kill(step: int) -> None:
-        pids = {w.pid for w in t.method.rollouts.workers.crew.workers.values()}
+        pids = {w.pid for w in t.method.actor.rollouts.workers.crew.workers.values()}
         for node in nodes if step >= 2 and not killed else ():
             if not killed and pids & {*family(node.all_processes["raylet"][0].process.pid)}:
                 killed.append(node)
@@ -130,7 +130,7 @@ def test_a_clusters_node_is_killed(tmp_path: Path) -> None:
         t.fit()
     finally:
         cluster.shutdown()
-    assert weights(t) == weights(straight) and killed and 1 <= t.method.rollouts.workers.deaths <= 2
+    assert weights(t) == weights(straight) and killed and 1 <= t.method.actor.rollouts.workers.deaths <= 2
 
 
 @pytest.mark.parametrize("prompts", [8, 1])
@@ -139,7 +139,7 @@ def test_five_kills_in_a_row(prompts: int, tmp_path: Path) -> None:
     straight = make("grpo", tmp_path / "a", 0, **over)
     t = on_ray(tmp_path / "b", 0, 1, Killed(tmp_path / "kills", 5), **over)
     straight.fit(), t.fit()
-    assert weights(t) == weights(straight) and t.method.rollouts.workers.deaths == 5
+    assert weights(t) == weights(straight) and t.method.actor.rollouts.workers.deaths == 5
 
 
 def test_a_prompt_that_is_always_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,8 +100,8 @@ def test_a_ticket_is_drawn_by_the_version_that_the_rule_names(tmp_path: Path) ->
     for step in range(6):
         versions.append({k: v.clone() for k, v in t.method.model.state_dict().items()})
         r = t.collect(t.next_batch())
-        learnt.append((r, t.method.ticket.version))
-        assert sorted(t.method.rollouts.tickets) == list(range(step + 1, min(step + lag + 1, 6)))
+        learnt.append((r, t.method.actor.ticket.version))
+        assert sorted(t.method.actor.rollouts.tickets) == list(range(step + 1, min(step + lag + 1, 6)))
         t.finish_step(t.update(r))
     again = toy.build_model(0, "tiny").eval()
     for step, (r, version) in enumerate(learnt):
@@ -171,9 +171,9 @@ def test_further_prompts_are_drawn_ahead_too(tmp_path: Path) -> None:
     asked = []
     for step in range(6):
         r = t.collect(t.next_batch())
-        ticket = t.method.ticket
+        ticket = t.method.actor.ticket
         assert ticket.number == step and ticket.version == step  # the last round was learnt from last
-        ahead = t.method.rollouts.tickets
+        ahead = t.method.actor.rollouts.tickets
         assert [[x.version for x in ahead[n].further] for n in sorted(ahead)] == [[step]] * (step < 5) + [[]] * (
             step < 4
         )
@@ -212,7 +212,7 @@ def test_another_lag_after_a_resume(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="rollouts.lag is 0, and was 2: the answers of 2 steps"):
         t.fit(resume=True)
     lags = {e["step"]: e.get("rollout/lag") for e in read_metrics(tmp_path) if e["type"] == "step"}
-    assert lags == {1: 0.0, 2: 1.0, 3: 2.0, 4: 0.0, 5: 0.0} and not t.method.rollouts.tickets
+    assert lags == {1: 0.0, 2: 1.0, 3: 2.0, 4: 0.0, 5: 0.0} and not t.method.actor.rollouts.tickets
 
 
 @pytest.mark.parametrize("kind", ["ppo", "raft"])
@@ -237,7 +237,7 @@ def test_columns_that_no_checkpoint_holds_are_refused_before_anything_is_drawn(v
     t = make("raft", tmp_path, 1, more={"when": value})
     with pytest.raises(ConfigError, match="the column at 'when.0.* or set rollouts.lag=0"):
         t.fit()
-    assert not t.method.rollouts.tickets
+    assert not t.method.actor.rollouts.tickets
     assert len(make("raft", tmp_path / "none", 0, more={"when": value}, steps=1).fit()) == 1
 
 
@@ -275,7 +275,7 @@ def test_a_temperature_that_is_set_counts_for_what_is_drawn_from_then_on(tmp_pat
             t.control.controls()["temperature"].set(0.5)
         r = t.collect(t.next_batch())
         warm = t.config.sampling.temperature if step < 2 else 0.5
-        assert t.method.config.sampling.temperature == t.method.ticket.temperature == warm
+        assert t.method.config.sampling.temperature == t.method.actor.ticket.temperature == warm
         now = t.method.module(r, temperature=warm).logps if step == 0 else None
         if now is not None:
             torch.testing.assert_close(now[r.completion_mask], r.old_logps[r.completion_mask], atol=1e-4, rtol=1e-4)
@@ -317,8 +317,8 @@ def test_nothing_to_hide_is_said(tmp_path: Path) -> None:
         match = f"rollouts.lag is 1, but the rewards of a step took 0 s of its .* s, so there .* lag=0 is {cost}"
         with pytest.warns(UserWarning, match=match):
             t = make(kind, tmp_path / kind, 1, steps=3)
-            ask = t.method.ask
-            t.method.rollouts.ask = lambda r, ask=ask: ask(r)._replace(seconds=0.0)  # however busy the machine is
+            ask = t.method.actor.ask
+            t.method.actor.rollouts.ask = lambda r, ask=ask: ask(r)._replace(seconds=0.0)  # however busy the machine is
             t.fit()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -96,7 +96,7 @@ def test_a_stand_in_trains(python: Path, tmp_path: Path) -> None:
     killed, seen = list[int](), set[int]()
 
     def kill(step: int) -> None:
-        workers = [p for _, p in sorted(t.method.rollouts.workers.crew.workers.items())]
+        workers = [p for _, p in sorted(t.method.actor.rollouts.workers.crew.workers.items())]
         there = [pid for p in workers for pid in children(p.pid)]
         seen.update(there)
         if step == 2:
@@ -208,7 +208,7 @@ def test_twenty_updates_of_a_real_model(tmp_path: Path) -> None:
     took = list[int]()
 
     def look(step: int) -> None:
-        (worker,) = t.method.rollouts.workers.crew.workers.values()
+        (worker,) = t.method.actor.rollouts.workers.crew.workers.values()
         (pid,) = children(worker.pid)
         took.append(int(Path(f"/proc/{pid}/status").read_text().partition("VmRSS:")[2].split()[0]))
 

@@ -71,11 +71,9 @@ def group_surrogate(
         old_logps: [B, C], the same under the policy at collect time.
         advantages: [B], of each answer; or [B, C], of each token.
         mask: bool[B, C], 1 = the token counts.
-        clip_eps_low, clip_eps_high: how far a ratio may fall or rise; `soft` uses the high one only, as 1 +
-            clip_eps_high.
+        clip_eps_low, clip_eps_high: how far a ratio may fall or rise; `soft` uses the high one only, as a cap.
         level: ratio of each "token", of the "sequence" (geometric mean over its tokens), or of the whole "answer"
-            (their product;
-            with per="sequence" each answer counts once, as in RLOO).
+            (their product; with per="sequence" each answer counts once, as in RLOO).
         soft: weigh by the capped ratio instead of clipping (CISPO).
         per: what a token weighs, see `token_weights`.
         max_length: for per="length".
@@ -84,9 +82,8 @@ def group_surrogate(
     Returns:
         Weighted sum, its denominator, and stats: policy/clipfrac_avg, policy/approxkl_avg, val/ratio (per token).
 
-    Source: Shao et al., arXiv 2402.03300 (GRPO); Yu et al., arXiv 2503.14476 (DAPO); Liu et al., arXiv 2503.20783 (Dr.
-        GRPO);
-        Zheng et al., arXiv 2507.18071 (GSPO, eq. 5); MiniMax, arXiv 2506.13585 (CISPO, eq. 4).
+    Source: Shao et al., arXiv 2402.03300 (GRPO); Yu et al., arXiv 2503.14476 (DAPO); Liu et al., arXiv 2503.20783
+        (Dr. GRPO); Zheng et al., arXiv 2507.18071 (GSPO, eq. 5); MiniMax, arXiv 2506.13585 (CISPO, eq. 4).
     """
     check_tokens(mask, logps=logps, old_logps=old_logps)
     weights, count = token_weights(mask, per, max_length, logps.dtype)

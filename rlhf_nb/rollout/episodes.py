@@ -301,6 +301,241 @@ _CLOSING = 5.0  # seconds in which a stop lets environments close
 _END = 32  # tokens of a prompt's end, which may begin a turn
 
 
+class _Play:
+    """The episodes of one request, from their beginning to their end.
+
+    Args:
+        by: whose limits, tokenizer and inner sampler count.
+        model: the policy; request: of it.
+    """
+
+    def __init__(self, by: Episodes, model: nn.Module, request: Request) -> None:
+        self.by, self.model, self.kept = by, model, dict[Any, Any]()
+        self.request = replace(request, kept=self.kept)
+        self.config, self.tokenizer, self.waits = by.config, by.tokenizer, Waits()
+        self.episodes = _entered(by, request)
+
+    def rollout(self) -> Rollout:
+        """Play them all, and make them rows."""
+        seeds = earlier(self.request.prompts).tolist()
+        for e in self.episodes:
+            seed = derive_seed(self.request.seed, "environment", self.request.step, e.uid, seeds[e.row])
+            self.waits.begin(e, partial(e.seat.open, e.known, seed), self.config.max_seconds)
+        try:
+            self._play()
+            self._ask_last([e for e in self.episodes if not e.seat.kind.ours], "get_reward")
+        finally:
+            self._ask_last(self.episodes, "close")
+        return _rows(self.episodes, self.request.prompts, pad_id(self.tokenizer), self.config.credit == "turns")
+
+    def _play(self) -> None:
+        """Take turns until each episode is over."""
+        while self.waits.open:
+            ready, heard = list[_Episode](), sorted(self.waits.arrived(), key=lambda x: (x[0].row, x[0].sample))
+            for e, _, seconds in heard:
+                e.waited += seconds
+            self._open([(e, said) for e, said, _ in heard if not e.texts], ready)
+            self._hear([(e, said) for e, said, _ in heard if e.texts], ready)
+            if ready:
+                self._draw(ready)
+            for e in ready:
+                if not e.stop:
+                    turn = Turn(e.texts[-1], *e.asked, len(e.texts), self._left(e))
+                    self.waits.begin(e, partial(e.seat.step, turn), max(1e-3, self.config.max_seconds - e.waited))
+            for e in (*ready, *(x for x, _, _ in heard)):
+                if e.stop:
+                    self.kept.pop((e.uid, e.sample), None)
+
+    def _left(self, e: _Episode) -> int:
+        """How many tokens an episode may still have, drawn and observed."""
+        return min(self.config.max_tokens or self.by.window, self.by.window - len(e.prompt)) - len(e.ids)
+
+    def _room(self, e: _Episode) -> int:
+        """How many tokens the next turn may have."""
+        return min(self._left(e), self.request.sampling.max_new_tokens - sum(b - a for a, b in e.spans))
+
+    def _fail(self, e: _Episode, why: BaseException, what: str = "answer") -> None:
+        """An environment failed: the episode is over, and the first time a warning says so."""
+        counts = "rollout/tool_failures counts"
+        if what != "close":  # then nothing of the episode is lost
+            counts = "the row stays, cut; rollout/stopped counts"
+            e.stop = "seconds" if isinstance(why, TimeoutError) else "failed"
+        if what not in self.by._told:
+            self.by._told.add(what)
+            log.warning(
+                "environment %r didn't %s (%s: %s); %s", e.seat.kind.name, what, type(why).__name__, why, counts
+            )
+
+    def _open(self, heard: list[tuple[_Episode, Any]], ready: list[_Episode]) -> None:
+        """What `reset` said, at the end of the prompt."""
+        new = list[_Episode]()
+        for e, said in heard:
+            ready.append(e)
+            try:
+                failed = isinstance(said, BaseException)
+                told = [] if failed else _said(said or None, bool(e.seat.kind.schemas))
+                if not (failed or told or e.messages):
+                    raise ValueError("the row has no prompt, and reset says nothing")
+            except Exception as problem:
+                said = problem
+            if isinstance(said, BaseException):
+                self._fail(e, said, "begin")  # the policy answers all the same, so that its group stays whole
+                continue
+            if not told:
+                continue
+            if isinstance(said, str) and e.messages and e.messages[-1]["role"] == "user":
+                told[0]["content"] = f"{e.messages.pop()['content']}{told[0]['content']}"
+            e.messages += told
+            e.shown = [*e.messages]
+            new.append(e)
+        tools = [e.seat.kind.schemas or None for e in new]
+        for e, ids in zip(new, encode_prompts(self.tokenizer, [e.messages for e in new], tools)):
+            e.prompt = ids
+        for e in ready:
+            if self._room(e) < 1:
+                raise DataError(
+                    f"a prompt has {len(e.prompt)} tokens, reset's words included, and the model's window is "
+                    f"{self.by.window}: there is no room for an answer. Shorten the prompt, or what reset says."
+                )
+
+    def _hear(self, heard: list[tuple[_Episode, Any]], ready: list[_Episode]) -> None:
+        """What `step` said: a reward, and the end or a reply."""
+        replied = list[tuple[_Episode, Reply]]()
+        for e, said in heard:
+            if isinstance(said, BaseException):
+                self._fail(e, said)
+                continue
+            try:
+                if not isinstance(said, tuple):
+                    raise TypeError(f"step returned {type(said).__name__}, no Step")
+                step = Step(*said)
+                reward, messages = _finite(step.reward), _said(step.says, bool(e.seat.kind.schemas))
+                metrics = {str(k): e.metrics.get(k, 0.0) + _finite(v) for k, v in (step.metrics or {}).items()}
+            except Exception as problem:
+                self._fail(e, problem)
+                continue
+            e.rewards[-1] += reward
+            e.metrics |= metrics
+            most = 64 * max(1, self._left(e))  # letters; more never becomes tokens, and would only fill the log
+            e.messages += [{**m, "content": m["content"][:most]} for m in messages]
+            if step.done or not messages:
+                e.stop = "done"
+            elif len(e.texts) >= self.config.max_turns:
+                e.stop = "turns"
+            elif sum(len(m["content"]) for m in messages) > most:  # far too long even to be made tokens
+                self._too_long(e)
+            elif self._room(e) < 1:
+                e.stop = "tokens"  # no room for another turn
+            else:
+                replied.append((e, self.by._reply(e.seat.kind, e.asked[0], messages, e.ids[-1])))
+        for (e, _), ids in zip(replied, encode_replies(self.tokenizer, [r for _, r in replied])):
+            if len(ids) >= self._left(e):
+                self._too_long(e)
+                continue
+            e.ids, e.logps = e.ids + ids, e.logps + [0.0] * len(ids)
+            ready.append(e)
+
+    def _too_long(self, e: _Episode) -> None:
+        """A reply leaves no room: the episode is over; where it is the first reply, a warning says so once."""
+        e.stop = "tokens"
+        if len(e.texts) == 1 and "room" not in self.by._told:
+            self.by._told.add("room")
+            how = "say less in step (Turn.room has the tokens that are left), or raise episodes.max_tokens"
+            log.warning("the first reply of environment %r leaves no room to go on, so the row stays, cut; "
+                        "rollout/stopped counts: %s", e.seat.kind.name, how)  # fmt: skip
+
+    def _draw(self, ready: list[_Episode]) -> None:
+        """The next turn of some episodes, in one batch, or in two where the longest row and the longest turn together
+        pass the window."""
+        request, inner, most = self.request, self.by.inner, max(self._room(e) for e in ready)
+        if long := [e for e in ready if len(e.prompt) + len(e.ids) + most > self.by.window]:
+            self._draw(long)
+            ready = [e for e in ready if e not in long]
+        rooms = [self._room(e) for e in ready]
+        rows = [e.prompt + e.ids for e in ready]
+        batch = PromptBatch.from_lists(rows, [e.messages for e in ready], pad_id=pad_id(self.tokenizer))
+        batch.uid = torch.tensor([e.uid for e in ready])
+        batch.before, batch.start = torch.tensor([e.sample for e in ready]), torch.tensor([len(e.ids) for e in ready])
+        short = {"max_new_tokens": most, "min_new_tokens": min(most, request.sampling.min_new_tokens)}
+        how = replace(request, sampling=request.sampling.model_copy(update=short), num_samples=1)
+        r = inner.answer(self.model, replace(how, prompts=batch.to(request.prompts.prompt_ids.device)))
+        self.by.slots_in_use = inner.slots_in_use
+        logps = None if r.rollout_logps is None else r.rollout_logps.tolist()
+        drawn = zip(ready, rooms, r.completion_ids.tolist(), r.completion_lens.tolist(), r.finished.tolist())
+        for i, (e, room, ids, n, finished) in enumerate(drawn):
+            n, finished = min(n, room), finished and n <= room
+            e.spans.append([len(e.ids), len(e.ids) + n])
+            e.ids, e.rewards = e.ids + ids[:n], [*e.rewards, 0.0]
+            e.logps += [math.nan] * n if logps is None else logps[i][:n]
+            e.texts.append(self.tokenizer.decode(ids[:n], skip_special_tokens=True))
+            text = self.tokenizer.decode(ids[:n], skip_special_tokens=False)
+            text = text.removesuffix(self.tokenizer.eos_token or "")
+            before = self.tokenizer.decode(rows[i][-_END:], skip_special_tokens=False)
+            e.asked = parse_calls(text, self.by.form, before, e.seat.kind.schemas)
+            e.made += len(e.asked[0])
+            e.messages = [*e.messages, {"role": "assistant", "content": e.texts[-1]}]
+            if not finished:
+                e.stop = e.stop or "tokens"
+            elif e.made > self.config.max_calls:
+                e.stop = e.stop or "calls"
+
+    def _ask_last(self, episodes: list[_Episode], name: str) -> None:
+        """The last method of all environments at the same time: `get_reward` of objects as TRL's, or `close`."""
+        waits = Waits(_CLOSING if name == "close" else 0.0)
+        for e in episodes:
+            if callable(f := getattr(e.seat.made, name, None)):
+                left = max(1.0, self.config.max_seconds - e.waited)
+                waits.begin(e, f, min(left, self.config.call_seconds))
+        while waits.open:
+            for e, said, seconds in waits.arrived():
+                e.waited += seconds
+                try:
+                    if name == "get_reward" and not isinstance(said, BaseException):
+                        e.rewards[-1] += _finite(said)
+                except Exception as problem:
+                    said = problem
+                if isinstance(said, BaseException):
+                    e.seat.failures += 1
+                    self._fail(e, said, "pay" if name == "get_reward" else "close")
+
+
+def _entered(by: Episodes, request: Request) -> list[_Episode]:
+    """The episodes of a request, before anything is said."""
+    prompts, out = request.prompts, list[_Episode]()
+    rows, samples = addresses(prompts, request.num_samples)
+    lists, uids = prompts.token_lists(), prompts.uid.tolist()
+    for i, k in zip(rows.tolist(), samples.tolist()):
+        known, shown = {k: v[i] for k, v in prompts.columns.items()}, prompts.prompts[i]
+        known |= {"prompt": shown} if shown else {}
+        said = [{"role": "user", "content": shown}] if isinstance(shown, str) else [*shown]
+        out.append(_Episode(_Seat(by.kind(known), by.config.call_seconds), i, shown, k, uids[i], known, lists[i], said))
+    return out
+
+
+def _rows(episodes: list[_Episode], asked: PromptBatch, pad: int, by_turn: bool) -> Rollout:
+    """Episodes as rows: of each the prompt, and all that came behind it; `by_turn`: with each turn's reward."""
+    masks = [[int(any(a <= i < b for a, b in e.spans)) for i in range(len(e.ids))] for e in episodes]
+    c = Completions.from_lists([e.prompt for e in episodes], [e.ids for e in episodes], pad, masks)
+    known, width = not any(math.isnan(x) for e in episodes for x in e.logps), c.completion_ids.shape[1]
+
+    def placed(values: Iterable[list[float]]) -> Tensor:
+        return torch.tensor([v + [0.0] * (width - len(v)) for v in values])
+
+    columns = {k: [v[e.row] for e in episodes] for k, v in asked.columns.items()}
+    columns |= {"episode": [e.about() for e in episodes], "environments": [e.seat.made for e in episodes]}
+    r = Rollout(
+        **c.columns_dict(), uid=torch.tensor([e.uid for e in episodes]), texts=[e.texts[-1] for e in episodes],
+        finished=torch.tensor([e.stop == "done" for e in episodes]), columns=columns,
+        prompts=[e.shown for e in episodes],
+        rollout_logps=placed(e.logps for e in episodes) if known else None,
+    )  # fmt: skip
+    if by_turn:
+        at = [{b - 1: x for (_, b), x in zip(e.spans, e.rewards)} for e in episodes]
+        r.step_rewards = placed([x.get(i, 0.0) for i in range(width)] for x in at)
+        r.step_ends = placed([float(i in x) for i in range(width)] for x in at) > 0
+    return r.to(asked.prompt_ids.device)
+
+# %% ../../nbs/rollout/episodes.ipynb #7e2000b0
 class Episodes(Sampler):
     """A sampler whose answers are episodes: the policy and an environment take turns.
 
@@ -432,225 +667,7 @@ class Episodes(Sampler):
 
     def answer(self, model: nn.Module, request: Request) -> Rollout:
         """See `Sampler`; a rollout with the columns `episode`, `environments` and, by turns, `step_rewards`."""
-        episodes, waits, request = self._enter(request), Waits(), replace(request, kept={})
-        seeds = earlier(request.prompts).tolist()
-        for e in episodes:
-            seed = derive_seed(request.seed, "environment", request.step, e.uid, seeds[e.row])
-            waits.begin(e, partial(e.seat.open, e.known, seed), self.config.max_seconds)
-        try:
-            self._play(model, request, waits)
-            self._ask_last([e for e in episodes if not e.seat.kind.ours], "get_reward")
-        finally:
-            self._ask_last(episodes, "close")
-        return self._rollout(episodes, request)
-
-    def _play(self, model: nn.Module, request: Request, waits: Waits) -> None:
-        """Take turns until each episode is over."""
-        while waits.open:
-            ready = list[_Episode]()
-            heard = sorted(waits.arrived(), key=lambda x: (x[0].row, x[0].sample))
-            for e, _, seconds in heard:
-                e.waited += seconds
-            self._open([(e, said) for e, said, _ in heard if not e.texts], request, ready)
-            self._hear([(e, said) for e, said, _ in heard if e.texts], request, ready)
-            if ready:
-                self._draw(model, request, ready)
-            for e in ready:
-                if not e.stop:
-                    turn = Turn(e.texts[-1], *e.asked, len(e.texts), self._left(e))
-                    waits.begin(e, partial(e.seat.step, turn), max(1e-3, self.config.max_seconds - e.waited))
-            for e in (*ready, *(x for x, _, _ in heard)):
-                if e.stop and request.kept:
-                    request.kept.pop((e.uid, e.sample), None)
-
-    def _enter(self, request: Request) -> list[_Episode]:
-        """The episodes of a request, before anything is said."""
-        prompts, out = request.prompts, list[_Episode]()
-        rows, samples = addresses(prompts, request.num_samples)
-        lists, uids = prompts.token_lists(), prompts.uid.tolist()
-        for i, k in zip(rows.tolist(), samples.tolist()):
-            known, prompt = {k: v[i] for k, v in prompts.columns.items()}, prompts.prompts[i]
-            known |= {"prompt": prompt} if prompt else {}
-            said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
-            seat = _Seat(self.kind(known), self.config.call_seconds)
-            out.append(_Episode(seat, i, prompt, k, uids[i], known, lists[i], said))
-        return out
-
-    def _left(self, e: _Episode) -> int:
-        """How many tokens an episode may still have, drawn and observed."""
-        return min(self.config.max_tokens or self.window, self.window - len(e.prompt)) - len(e.ids)
-
-    def _room(self, e: _Episode, sampling: SamplingConfig) -> int:
-        """How many tokens the next turn may have."""
-        return min(self._left(e), sampling.max_new_tokens - sum(b - a for a, b in e.spans))
-
-    def _fail(self, e: _Episode, why: BaseException, what: str = "answer") -> None:
-        """An environment failed: the episode is over, and the first time a warning says so."""
-        counts = "rollout/tool_failures counts"
-        if what != "close":  # then nothing of the episode is lost
-            counts = "the row stays, cut; rollout/stopped counts"
-            e.stop = "seconds" if isinstance(why, TimeoutError) else "failed"
-        if what not in self._told:
-            self._told.add(what)
-            log.warning(
-                "environment %r didn't %s (%s: %s); %s", e.seat.kind.name, what, type(why).__name__, why, counts
-            )
-
-    def _open(self, heard: list[tuple[_Episode, Any]], request: Request, ready: list[_Episode]) -> None:
-        """What `reset` said, at the end of the prompt."""
-        new = list[_Episode]()
-        for e, said in heard:
-            ready.append(e)
-            try:
-                failed = isinstance(said, BaseException)
-                told = [] if failed else _said(said or None, bool(e.seat.kind.schemas))
-                if not (failed or told or e.messages):
-                    raise ValueError("the row has no prompt, and reset says nothing")
-            except Exception as problem:
-                said = problem
-            if isinstance(said, BaseException):
-                self._fail(e, said, "begin")  # the policy answers all the same, so that its group stays whole
-                continue
-            if not told:
-                continue
-            if isinstance(said, str) and e.messages and e.messages[-1]["role"] == "user":
-                told[0]["content"] = f"{e.messages.pop()['content']}{told[0]['content']}"
-            e.messages += told
-            e.shown = [*e.messages]
-            new.append(e)
-        tools = [e.seat.kind.schemas or None for e in new]
-        for e, ids in zip(new, encode_prompts(self.tokenizer, [e.messages for e in new], tools)):
-            e.prompt = ids
-        for e in ready:
-            if self._room(e, request.sampling) < 1:
-                raise DataError(
-                    f"a prompt has {len(e.prompt)} tokens, reset's words included, and the model's window is "
-                    f"{self.window}: there is no room for an answer. Shorten the prompt, or what reset says."
-                )
-
-    def _hear(self, heard: list[tuple[_Episode, Any]], request: Request, ready: list[_Episode]) -> None:
-        """What `step` said: a reward, and the end or a reply."""
-        replied = list[tuple[_Episode, Reply]]()
-        for e, said in heard:
-            if isinstance(said, BaseException):
-                self._fail(e, said)
-                continue
-            try:
-                if not isinstance(said, tuple):
-                    raise TypeError(f"step returned {type(said).__name__}, no Step")
-                step = Step(*said)
-                reward, messages = _finite(step.reward), _said(step.says, bool(e.seat.kind.schemas))
-                metrics = {str(k): e.metrics.get(k, 0.0) + _finite(v) for k, v in (step.metrics or {}).items()}
-            except Exception as problem:
-                self._fail(e, problem)
-                continue
-            e.rewards[-1] += reward
-            e.metrics |= metrics
-            most = 64 * max(1, self._left(e))  # letters; more never becomes tokens, and would only fill the log
-            e.messages += [{**m, "content": m["content"][:most]} for m in messages]
-            if step.done or not messages:
-                e.stop = "done"
-            elif len(e.texts) >= self.config.max_turns:
-                e.stop = "turns"
-            elif sum(len(m["content"]) for m in messages) > most:  # far too long even to be made tokens
-                self._too_long(e)
-            elif self._room(e, request.sampling) < 1:
-                e.stop = "tokens"  # no room for another turn
-            else:
-                replied.append((e, self._reply(e.seat.kind, e.asked[0], messages, e.ids[-1])))
-        for (e, _), ids in zip(replied, encode_replies(self.tokenizer, [r for _, r in replied])):
-            if len(ids) >= self._left(e):
-                self._too_long(e)
-                continue
-            e.ids, e.logps = e.ids + ids, e.logps + [0.0] * len(ids)
-            ready.append(e)
-
-    def _too_long(self, e: _Episode) -> None:
-        """A reply leaves no room: the episode is over; where it is the first reply, a warning says so once."""
-        e.stop = "tokens"
-        if len(e.texts) == 1 and "room" not in self._told:
-            self._told.add("room")
-            how = "say less in step (Turn.room has the tokens that are left), or raise episodes.max_tokens"
-            log.warning("the first reply of environment %r leaves no room to go on, so the row stays, cut; "
-                        "rollout/stopped counts: %s", e.seat.kind.name, how)  # fmt: skip
-
-    def _draw(self, model: nn.Module, request: Request, ready: list[_Episode]) -> None:
-        """The next turn of some episodes, in one batch, or in two where the longest row and the longest turn together
-        pass the window."""
-        most = max(self._room(e, request.sampling) for e in ready)
-        if long := [e for e in ready if len(e.prompt) + len(e.ids) + most > self.window]:
-            self._draw(model, request, long)
-            ready = [e for e in ready if e not in long]
-        rooms = [self._room(e, request.sampling) for e in ready]
-        rows = [e.prompt + e.ids for e in ready]
-        batch = PromptBatch.from_lists(rows, [e.messages for e in ready], pad_id=pad_id(self.tokenizer))
-        batch.uid = torch.tensor([e.uid for e in ready])
-        batch.before, batch.start = torch.tensor([e.sample for e in ready]), torch.tensor([len(e.ids) for e in ready])
-        short = {"max_new_tokens": most, "min_new_tokens": min(most, request.sampling.min_new_tokens)}
-        how = replace(request, sampling=request.sampling.model_copy(update=short), num_samples=1)
-        r = self.inner.answer(model, replace(how, prompts=batch.to(request.prompts.prompt_ids.device)))
-        self.slots_in_use = self.inner.slots_in_use
-        logps = None if r.rollout_logps is None else r.rollout_logps.tolist()
-        drawn = zip(ready, rooms, r.completion_ids.tolist(), r.completion_lens.tolist(), r.finished.tolist())
-        for i, (e, room, ids, n, finished) in enumerate(drawn):
-            n, finished = min(n, room), finished and n <= room
-            e.spans.append([len(e.ids), len(e.ids) + n])
-            e.ids, e.rewards = e.ids + ids[:n], [*e.rewards, 0.0]
-            e.logps += [math.nan] * n if logps is None else logps[i][:n]
-            e.texts.append(self.tokenizer.decode(ids[:n], skip_special_tokens=True))
-            text = self.tokenizer.decode(ids[:n], skip_special_tokens=False)
-            before = self.tokenizer.decode(rows[i][-_END:], skip_special_tokens=False)
-            text = text.removesuffix(self.tokenizer.eos_token or "")
-            e.asked = parse_calls(text, self.form, before, e.seat.kind.schemas)
-            e.made += len(e.asked[0])
-            e.messages = [*e.messages, {"role": "assistant", "content": e.texts[-1]}]
-            if not finished:
-                e.stop = e.stop or "tokens"
-            elif e.made > self.config.max_calls:
-                e.stop = e.stop or "calls"
-
-    def _ask_last(self, episodes: list[_Episode], name: str) -> None:
-        """The last method of all environments at the same time: `get_reward` of objects as TRL's, or `close`."""
-        waits = Waits(_CLOSING if name == "close" else 0.0)
-        for e in episodes:
-            if callable(f := getattr(e.seat.made, name, None)):
-                left = max(1.0, self.config.max_seconds - e.waited)
-                waits.begin(e, f, min(left, self.config.call_seconds))
-        while waits.open:
-            for e, said, seconds in waits.arrived():
-                e.waited += seconds
-                try:
-                    if name == "get_reward" and not isinstance(said, BaseException):
-                        e.rewards[-1] += _finite(said)
-                except Exception as problem:
-                    said = problem
-                if isinstance(said, BaseException):
-                    e.seat.failures += 1
-                    self._fail(e, said, "pay" if name == "get_reward" else "close")
-
-    def _rollout(self, episodes: list[_Episode], request: Request) -> Rollout:
-        """Episodes as rows: of each the prompt, and all that came behind it."""
-        pad, device, asked = pad_id(self.tokenizer), request.prompts.prompt_ids.device, request.prompts
-        masks = [[int(any(a <= i < b for a, b in e.spans)) for i in range(len(e.ids))] for e in episodes]
-        c = Completions.from_lists([e.prompt for e in episodes], [e.ids for e in episodes], pad, masks)
-        known, width = not any(math.isnan(x) for e in episodes for x in e.logps), c.completion_ids.shape[1]
-
-        def placed(values: Iterable[list[float]]) -> Tensor:
-            return torch.tensor([v + [0.0] * (width - len(v)) for v in values])
-
-        columns = {k: [v[e.row] for e in episodes] for k, v in asked.columns.items()}
-        columns |= {"episode": [e.about() for e in episodes], "environments": [e.seat.made for e in episodes]}
-        r = Rollout(
-            **c.columns_dict(), uid=torch.tensor([e.uid for e in episodes]), texts=[e.texts[-1] for e in episodes],
-            finished=torch.tensor([e.stop == "done" for e in episodes]), columns=columns,
-            prompts=[e.shown for e in episodes],
-            rollout_logps=placed(e.logps for e in episodes) if known else None,
-        )  # fmt: skip
-        if self.config.credit == "turns":
-            at = [{b - 1: x for (_, b), x in zip(e.spans, e.rewards)} for e in episodes]
-            r.step_rewards = placed([x.get(i, 0.0) for i in range(width)] for x in at)
-            r.step_ends = placed([float(i in x) for i in range(width)] for x in at) > 0
-        return r.to(device)
+        return _Play(self, model, request).rollout()
 
 # %% ../../nbs/rollout/episodes.ipynb #7e200017
 class EnvironmentReward:

@@ -187,13 +187,20 @@ class Rollouts:
             metrics |= {} if drawn.difference is None else {"rollout/engine_difference": drawn.difference}
         return metrics
 
-    def hides_little(self, ticket: StepTicket) -> str:
-        """Once, of a lag that has hardly any waiting to hide: what its rewards took of a step; else ""."""
+    def hides_little(self, ticket: StepTicket, older: float = 0.0) -> str:
+        """Once, of a lag that has hardly any waiting to hide: a sentence; else "".
+
+        Args:
+            ticket: that is learnt from.
+            older: seconds in which its answers were scored, because other weights drew them.
+        """
         seconds, now = self.said(ticket).seconds, time.monotonic()
         step_s, self._taken = now - self._taken, now
         if not self.lag or self.workers is not None or not seconds < 0.05 * step_s or ticket.number != self.lag + 1:
             return ""
-        return f"the rewards of a step took {seconds:.2g} s of its {step_s:.2g} s, so there is little to hide"
+        dear = f"{older:.2g} s a step faster, which scoring older answers takes" if older else "as fast"
+        why = f"rollouts.lag is {self.lag}, but the rewards of a step took {seconds:.2g} s of its {step_s:.2g} s"
+        return f"{why}, so there is little to hide, and answers are learnt from that are older: lag=0 is {dear}."
 
     def state_dict(self, ends: Callable[[], object] = lambda: False) -> list[dict[str, Any]]:
         """All tickets, with their rewards; without, where they failed, or were late: they are asked for again.

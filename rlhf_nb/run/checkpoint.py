@@ -142,15 +142,13 @@ def save_checkpoint(
         tensors: one safetensors file per group. Of several ranks: what this one holds; groups other than "model" and
             "optimizer" must have a name of their own on each rank.
         meta: anything JSON can hold; rank 0 writes it.
-        keep: how many to leave, this one included; 0 leaves all.
+        keep, best: how many to leave, this one included, 0 leaves all; a step whose checkpoint stays, however old.
         part: which part of the checkpoint this process writes; None: all of it.
         patience: seconds that rank 0 waits for the others.
         ending: once set, it waits only while something is still being written: another rank may be gone.
-        best: a step whose checkpoint stays, whatever its age.
         failed: write `root/failed-<step>` instead, in place of an older one, and leave the checkpoints alone.
 
-    Returns:
-        The checkpoint's folder; on rank 0 it is complete, on others it will be.
+    Returns: the checkpoint's folder; on rank 0 it is complete, on others it will be.
 
     Raises:
         CheckpointError: this part, or on rank 0 any, could not be written; older checkpoints are as they were.

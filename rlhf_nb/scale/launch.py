@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -500,8 +500,7 @@ def launch(
     """Train on several processes of this machine, from a notebook or a script.
 
     Args:
-        what: a config (of SFT, PPO, ...), or a function, which every rank calls with the further arguments; one written
-            in a notebook will do.
+        what: a config (of SFT, PPO, ...), or a function (a notebook's, too), which each rank calls with the arguments.
         num_processes: on all machines together.
         strategy: "ddp", "zero1", "zero2", "zero3" or "fsdp2"; the ZeROs also with "_offload" (main memory holds the
             optimizer), the others with parts (`run.strategy.layout_of`).
@@ -521,8 +520,7 @@ def launch(
         What rank 0 returned, the model's folder, the steps.
 
     Raises:
-        ConfigError: it could not work. RunError: it failed more often than `restarts`; the message holds the first
-            rank's traceback.
+        ConfigError: it could not work. RunError: it failed more often than `restarts`; says the first traceback.
         KeyboardInterrupt: the user interrupted; a checkpoint was left.
     """
     config = what if isinstance(what, StrictConfig) else None
@@ -542,25 +540,26 @@ def launch(
     write_json(folder / "accelerate.yaml", settings)  # JSON is YAML, too
     agent = ["accelerate.commands.launch", "--config_file", str(folder / "accelerate.yaml")]
     command = [sys.executable, "-m", *agent, "-m", "rlhf_nb.scale.launch", str(folder)]
-    env, told = _environment(folder.absolute(), strategy, cpu, zero), say or (lambda _: None)
+    env = _environment(folder.absolute(), strategy, cpu, zero)
     if topology is not None:
-        where = ClusterTopology.load(topology)
-        where.check_world(num_processes, topology)
-        if machines == 1:
-            here = what_came_up(decide_precision("cpu" if cpu else "cuda", "fp32"))
-            where.check_came_up([here] * num_processes)
-        env["RLHF_NB_TOPOLOGY"] = str(Path(topology).absolute())
-    told(f"{num_processes} processes ({strategy}) begin; what they print is in {folder / 'out.txt'}")
-    own = machine == 0 and not run.holds_run()
-    how = {"resume": resume, "overwrite": resume and overwrite}
-    live = Live(run.path, told, say is print and sys.stdout.isatty())
-    with tempfile.TemporaryDirectory(prefix="rlhf-nb-call-") as private:  # no place that others share
+        env["RLHF_NB_TOPOLOGY"] = _checked(topology, num_processes, machines, cpu)
+    live = Live(run.path, say or (lambda _: None), say is print and sys.stdout.isatty())
+    live.tell(f"{num_processes} processes ({strategy}) begin; what they print is in {folder / 'out.txt'}")
+    own, how = machine == 0 and not run.holds_run(), {"resume": resume, "overwrite": resume and overwrite}
+    with closing(live), tempfile.TemporaryDirectory(prefix="rlhf-nb-call-") as private:  # no place that others share
         env["RLHF_NB_CALL"] = private
-        try:
-            failures = _try_until_done(run, folder, call, command, env, how, own, restarts, hang_timeout, live)
-        finally:
-            live.close()
+        failures = _try_until_done(run, folder, call, command, env, how, own, restarts, hang_timeout, live)
         return _collect(run, Path(private), config is not None, failures)
+
+
+def _checked(topology: str | Path, num_processes: int, machines: int, cpu: bool) -> str:
+    """A topology's place for the ranks, once it fits what is here."""
+    where = ClusterTopology.load(topology)
+    where.check_world(num_processes, topology)
+    if machines == 1:
+        here = what_came_up(decide_precision("cpu" if cpu else "cuda", "fp32"))
+        where.check_came_up([here] * num_processes)
+    return str(Path(topology).absolute())
 
 
 def _check_run(run: RunDir, config: StrictConfig | None, resume: bool, overwrite: bool) -> None:

@@ -84,6 +84,17 @@ def _largest(rng: np.random.Generator, count: int, spread: float) -> float:
     return math.exp(spread * NormalDist().inv_cdf(rng.uniform(1e-300, 1.0) ** (1 / count))) if spread else 1.0
 
 # %% ../../nbs/scale/simulate.ipynb #5e1ba4d7
+def _steps_between(every: int | None, ideal: float, save: float, gpus: int, between: float) -> int:
+    """Steps from checkpoint to checkpoint, the best number where none is given; refused where few would be reached."""
+    every = every or max(1, round(min(1e9, best_interval(save, gpus, between) / ideal)))
+    if (apart := every * ideal + save) * gpus > 20 * 3600 * between:
+        raise ConfigError(
+            f"{gpus} GPUs fail every {3600 * between / gpus:g} s, and checkpoints are {apart:g} s apart: hardly any "
+            "would ever be reached. Save more often, or take fewer GPUs."
+        )
+    return every
+
+
 def simulate_run(
     draw: float, learn: float, gpus: int, *, hours: float = math.inf, steps: float = math.inf, drawers: int = 0,
     lag: int = 0, sent: float = 0.0, answers: int = 1, save: float = 60.0, every: int | None = None,
@@ -100,8 +111,7 @@ def simulate_run(
         lag: updates that the drawing weights may be behind; only where some draw.
         sent: seconds until updated weights have reached the drawers.
         answers: drawn in a step.
-        save: seconds of a checkpoint, in which those that learn wait.
-        every: steps between checkpoints; None: by `best_interval`.
+        save, every: seconds of a checkpoint, in which learners wait; steps between two, None: by `best_interval`.
         hazards: what keeps GPUs from computing; None: failures alone.
         seed: of all that is drawn by lot.
 
@@ -117,19 +127,12 @@ def simulate_run(
         )
     rng, learners, mean = np.random.default_rng(seed), gpus - drawers, min(1.0, h.mean_length)
     ideal = max(mean * draw, learn) if drawers and lag else mean * draw + learn
-    every = every or max(1, round(min(1e9, best_interval(save, gpus, h.between) / ideal)))
-    if (every * ideal + save) * gpus > 20 * 3600 * h.between:
-        raise ConfigError(
-            f"{gpus} GPUs fail every {3600 * h.between / gpus:g} s, and checkpoints are {every * ideal + save:g} s "
-            "apart: hardly any would ever be reached. Save more often, or take fewer GPUs."
-        )
-    now = saving = lost = restarting = 0.0
-    kept = failures = 0
+    every = _steps_between(every, ideal, save, gpus, h.between)
+    now, saving, lost, restarting, kept, failures = 0.0, 0.0, 0.0, 0.0, 0, 0
     while now < end and kept < steps:  # an attempt each
         fails, gone = now + rng.exponential(3600 * h.between / gpus), now + 3600 * h.taken * rng.exponential()
         begun = held = drawn = learnt = now + (h.restart if now else 0.0)
-        # ready[i]: when the drawers have the weights after origin + i updates
-        ready, origin, step = [begun], kept, kept
+        ready, origin, step = [begun], kept, kept  # ready[i]: when the drawers have the weights of origin + i updates
         while True:
             since = max(drawn, ready[max(0, step - origin - lag)]) if drawers else learnt
             longest = min(1.0, h.mean_length * _largest(rng, answers, h.tail) * math.exp(-(h.tail**2) / 2))

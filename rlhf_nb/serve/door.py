@@ -29,20 +29,11 @@ MOST_PARTS = 1000  # of a body that may be smaller than `LEAST_PART` on average
 LEAST_PART = 64  # bytes
 
 
-def patient_protocol(seconds: float, most: int = 512) -> Any:
-    """uvicorn's HTTP/1.1 with bounds that one client can't turn against the others.
-
-    Args:
-        seconds: that a request's head may take; then its connection is closed.
-        most: connections that are served. A later one takes the place of the connection that has waited longest
-            without a whole head; where all are in the middle of a request it gets 503.
-    """
+def _bounded_connection() -> Any:
+    """h11's connection; it reads a body that comes in parts of a sensible size."""
     import h11
-    from uvicorn.protocols.http.h11_impl import H11Protocol
 
     class Bounded(h11.Connection):
-        """Reads a body that comes in parts of a sensible size."""
-
         parts = size = 0
 
         def next_event(self) -> Any:
@@ -57,16 +48,28 @@ def patient_protocol(seconds: float, most: int = 512) -> Any:
                     return h11.NEED_DATA  # the response has ended, and so will the connection
             return event
 
+    return Bounded
+
+
+def patient_protocol(seconds: float, most: int = 512) -> Any:
+    """uvicorn's HTTP/1.1 with bounds that one client can't turn against the others.
+
+    Args:
+        seconds: that a request's head may take; then its connection is closed.
+        most: connections; a later one takes the place of the longest without a whole head, or gets 503 if all have.
+    """
+    import h11
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    bounded = _bounded_connection()
     headless: dict[Any, Any] = {}  # the timers of connections that have sent no whole head, the oldest first
 
     class Patient(H11Protocol):
-        """One connection."""
-
         full = False  # it came when all places were taken
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self.conn = Bounded(h11.SERVER, MOST_HEAD)
+            self.conn = bounded(h11.SERVER, MOST_HEAD)
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)

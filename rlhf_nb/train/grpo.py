@@ -106,7 +106,7 @@ class GRPO(OnlineMethod):
         """
         cfg, sole = self.config, self.config.num_inner_epochs == 1
         sole = sole and cfg.rollout_batch_size <= cfg.mini_batch_size and cfg.old_logps == "auto"
-        self.one_pass = again and sole and self.sampler.exact and self.reference is None and self.ticket is None
+        self.one_pass = again and sole and self.sampler.exact and self.reference is None and self.actor.ticket is None
         return super().old_logps_and_values(r, again and not self.one_pass)
 
     def score(self, r: Rollout, unit: int | None = None) -> Rollout:
@@ -158,18 +158,18 @@ class GRPO(OnlineMethod):
         so that the rewards of all have time to come.
         """
         lag, rounds = self.config.rollouts.lag, self.config.resample
-        for number, ticket in sorted(self.rollouts.tickets.items()):
+        for number, ticket in sorted(self.actor.rollouts.tickets.items()):
             for again in range(len(ticket.further) + 1, rounds + 1):
                 due = max(ticket.version, number - lag + again * (lag + 1) // (rounds + 1))
                 if (prompts := pull() if step in (due, number) and self._lacks(ticket) else None) is None:
                     break
-                ticket = self.rollouts.add(self.begun(prompts, number, step, again))
+                ticket = self.actor.rollouts.add(self.actor.begun(prompts, number, step, again))
 
     def _lacks(self, ticket: StepTicket) -> bool:
         """Whether a ticket has more dead groups than its further prompts have live ones; waits for rewards."""
         alive = []
-        for self.ticket in (ticket, *ticket.further):
-            alive.append(self._alive(self.score(self.ticket.rollout())))
+        for self.actor.ticket in (ticket, *ticket.further):
+            alive.append(self._alive(self.score(self.actor.ticket.rollout())))
         return bool((~alive[0]).sum() > sum(x.sum() for x in alive[1:]))
 
     def _alive(self, r: Rollout) -> Tensor:

@@ -55,8 +55,8 @@ from .watched import held_out_rewards
 from ..types import PromptBatch, Rollout, along, host, within
 
 # %% auto #0
-__all__ = ['rollout_metrics', 'rollout_samples', 'group_metrics', 'promises_kept', 'reward_metrics', 'shuffled', 'OnlineMethod',
-           'holds_model', 'rollouts_of', 'check_ahead', 'check_lag', 'check_workers', 'check_draws',
+__all__ = ['rollout_metrics', 'rollout_samples', 'group_metrics', 'promises_kept', 'reward_metrics', 'shuffled', 'Actor',
+           'OnlineMethod', 'holds_model', 'check_ahead', 'check_lag', 'check_workers', 'check_draws',
            'evaluate_held_out', 'warn_of_endless', 'OnlineTrainer']
 
 # %% ../../nbs/train/online.ipynb #3b274448
@@ -204,6 +204,167 @@ def shuffled(engine: Engine, data: Rollout, seed: int, unit: int, size: int) -> 
     for start in range(0, len(rows), size):
         yield engine.share(data if len(rows) <= size else data[rows[start : start + size]])
 
+# %% ../../nbs/train/online.ipynb #628aa0ac
+class Actor:
+    """Makes what a method learns from: answers, their log-probs, and what the rewards say of them; at their step or
+    ahead of it, in this process or by workers (it is the `Learner` of `rollout.service.Rollouts`).
+
+    Args:
+        method: whose policy answers, with the settings, the sampler and the rewards that it has by then.
+    """
+
+    ticket: StepTicket | None = None  # that is learnt from
+    older = 0.0  # seconds in which its answers were scored, because other weights drew them
+
+    def __init__(self, method: OnlineMethod) -> None:
+        self.method, self.draw_further = method, method.draw_further
+        self.temperature = method.config.sampling.temperature  # of what is drawn from now on
+
+    @cached_property
+    def rollouts(self) -> Rollouts:
+        """Tickets that are under way, with the workers that draw them, if there are any."""
+        m, how = self.method, self.method.config.rollouts
+        sampler, place, count = None, None, how.workers or int(bool(how.vllm or how.ray))
+        if how.vllm is not None:
+            from rlhf_nb.rollout.vllm import Vllm
+
+            sampler = Vllm(how.vllm, how.vllm_options).instead_of(m.sampler, m.model)
+        if how.ray is not None:
+            from rlhf_nb.rollout.ray import OnRay
+
+            place = OnRay(how.ray, count)
+        parts = lambda: (m.model, sampler or m.sampler, m.tokenizer, m.adapter)
+        workers = Workers(count, how.lag + 2, parts, place) if count else None
+        return Rollouts(
+            self, how.lag, 0 if any(map(holds_model, m.rewards.fns)) else how.at_once or how.lag + 1, workers
+        )
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """With which settings the reference is asked."""
+        return {"temperature": (cfg := self.method.config).sampling.temperature, "token_budget": cfg.token_budget}
+
+    def control(self) -> Control:
+        """The temperature as what a person may set while the run goes on."""
+        own = setting(self.method, "sampling.temperature", 0.1, 2.0)
+
+        def put(value: float) -> None:  # for what is drawn from now on
+            self.temperature = value
+            own.set(value)
+
+        return replace(own, set=put)
+
+    def heat(self, temperature: float) -> None:
+        """Draw, score and learn at this temperature from now on."""
+        if temperature != self.method.config.sampling.temperature:
+            setting(self.method, "sampling.temperature", 0.0, math.inf).set(temperature)
+
+    def answers(self, prompts: PromptBatch, step: int = 0, model: Any = None, **how: Any) -> Rollout:
+        """What the sampler says; timed, and counted.
+
+        Args:
+            prompts: B prompts; the result has num_samples rows for each, those of a prompt contiguous.
+            step: with the seed, the prompt, the answer's number and the position it determines every random number.
+            model: who answers; None: the policy.
+            how: num_samples (default: num_generations), seed (default: the run's), greedy.
+        """
+        m = self.method
+        prompts.before = m.engine.repeats(prompts.uid)  # the same samples on any number of processes
+        how = {"tokenizer": m.tokenizer, "seed": m.config.seed, "num_samples": m.group} | how
+        with m.policy_adapter(), m.meter.time("generate"):
+            r = m.sampler.generate(model or m.model, prompts, m.config.sampling, step=step, **how)
+        m.meter.generated += int(host(r.completion_mask).sum())
+        return r
+
+    def draw(self, prompts: PromptBatch | StepTicket, step: int, again: int) -> Rollout:
+        """Answers that are drawn now, or were ahead; arguments as in `OnlineMethod.rollout`."""
+        self.ticket = prompts if isinstance(prompts, StepTicket) else None
+        if not isinstance(prompts, StepTicket):
+            return self.method.answers(prompts, step, seed=self.seed_of(again))
+        self.heat(prompts.temperature)
+        return prompts.rollout()
+
+    def add_logps(self, r: Rollout) -> Rollout:
+        """Fill `old_logps`, `values` where there is a critic, and `ref_logps` where there is a reference."""
+        m, rule, reference = self.method, self.method.config.old_logps, self.method.reference
+        again = needs_scoring(r, rule, m.sampler, m.engine.precision.compute_dtype)
+        stale = self.ticket is not None and self.ticket.version < self.ticket.number
+        older = stale and rule == "auto" and not (again or m.imitates)  # the clip bounds this step only
+        begun = time.monotonic()
+        if reference is not None and not (stale and self.rollouts.workers is None):  # else it was asked when drawn
+            reference.begin(r, **self.asked)
+        r.old_logps, r.values = m.old_logps_and_values(r, again or older)
+        self.older = older * (time.monotonic() - begun)
+        if reference is not None:
+            r.ref_logps = reference.logps(r, **self.asked)
+        return r
+
+    def ask(self, r: Rollout) -> Scored:
+        """What the rewards say of a rollout, in whatever thread."""
+        rewards, begun = copy.copy(self.method.rewards), time.monotonic()
+        with torch.no_grad(), self.method.engine.autocast():
+            scores, parts = rewards(r)
+        return Scored(scores, parts, rewards.steps, rewards.stats, time.monotonic() - begun)
+
+    def rewarded(self, r: Rollout) -> Rollout:
+        """Fill scores and their parts: asked for now, or before, where it was drawn ahead."""
+        rewards = self.method.rewards
+        with self.method.meter.time("rewards" if any(map(holds_model, rewards.fns)) else "wait_rewards"):
+            if self.ticket is None or r.completion_ids is not self.ticket.drawn.completion_ids:
+                r.scores, r.reward_parts = rewards(r)
+            else:
+                r.scores, r.reward_parts, rewards.steps, rewards.stats, _ = self.rollouts.said(self.ticket)
+                if little := self.rollouts.hides_little(self.ticket, self.older):
+                    warnings.warn(little, stacklevel=5)
+        r.step_rewards, r.step_ends = rewards.steps or (None, None)
+        r.columns.pop("environments", None)  # they stay in this process
+        return r
+
+    def begun(self, prompts: PromptBatch, number: int, step: int, again: int = 0) -> StepTicket:
+        """A ticket of step `number`, drawn by the weights of now: here at once, or by workers while this process goes
+        on.
+
+        Args:
+            prompts: this rank's.
+            number, step: of the step that learns from it, and of this one.
+            again: as in `OnlineMethod.rollout`.
+        """
+        m = self.method
+        self.heat(self.temperature)
+        check_ahead(prompts.columns, m.config.rollouts.lag)
+        workers, seed = self.rollouts.workers, self.seed_of(again)
+        if workers is None:
+            drawing = future_of(Drawn(m.answers(prompts, number, seed=seed)))
+            if m.reference is not None and step < number:
+                m.reference.begin(drawing.result().rollout, **self.asked)
+        else:
+            prompts.before = m.engine.repeats(prompts.uid)
+            workers.publish(step)
+            drawing = workers.draw(Request(prompts, m.config.sampling, m.tokenizer, seed, number, m.group), step)
+        return StepTicket(number, step, self.temperature, drawing)
+
+    def arrived(self, ticket: StepTicket) -> None:
+        """Wait for a ticket that workers draw, and count it."""
+        meter = self.method.meter
+        for t in (ticket, *ticket.further):
+            with meter.time("wait_answers"), stops_at_once():
+                drawn = t.drawing.result()
+            meter.generated += int(drawn.rollout.completion_mask.sum())
+        self.method.sampler.slots_in_use = ticket.drawing.result().slots
+
+    def seed_of(self, again: int) -> int:
+        """The seed of a step's answers, after so many rounds of it."""
+        return derive_seed(self.method.config.seed, "again", again) if again else self.method.config.seed
+
+    @torch.no_grad()
+    def metrics(self, r: Rollout) -> dict[str, float]:
+        """What the sampler and a ticket tell, and, where π_old was scored, how far the policy is from who drew."""
+        found = sampling_metrics(r, self.method.sampler)
+        found |= {"rollout/lag": 0.0} if self.ticket is None else self.rollouts.metrics(self.ticket)
+        if r.rollout_logps is None or torch.equal(r.need("old_logps"), r.rollout_logps):
+            return found
+        return found | staleness(r.need("old_logps"), r.rollout_logps, r.completion_mask)
+
 # %% ../../nbs/train/online.ipynb #628aa003
 class OnlineMethod(TextMethod):
     """A method that learns from its own answers; a subclass writes `collect`, `advantages`, `denominators` and `loss`.
@@ -226,8 +387,6 @@ class OnlineMethod(TextMethod):
     imitates = False  # whether it learns from good answers of any origin; a policy gradient needs the policy's own
     asks_outside = gathers = True
     adapter: str | None = None  # the policy's own, where one backbone has several
-    ticket: StepTicket | None = None  # that is learnt from
-    besides: Sampler | None = None  # who draws in workers, where that isn't `sampler`
     draws_besides = ""  # what a step draws besides its answers to prompts; nothing of it can be drawn ahead
     config: OnlineConfig
 
@@ -241,22 +400,14 @@ class OnlineMethod(TextMethod):
         self.rewards.check_tokens(tokenizer)
         self.group, self.kl = config.num_generations, config.kl_controller() if isinstance(config, KLPrice) else None
         place: dict[str, Any] = {"device": config.device, "trust_remote_code": config.model.trust_remote_code}
-        how, plain = (config.decoder, rewards, self.name, self.imitates), config.decoder == PLAIN_DECODER
-        self.sampler: Sampler = OurSampler() if plain else sampler_for(*how, **place)
+        named, plain = (config.decoder, rewards, self.name, self.imitates), config.decoder == PLAIN_DECODER
+        self.sampler: Sampler = OurSampler() if plain else sampler_for(*named, **place)
         self.episodes = None if environment is None else played(self.sampler, environment, model, tokenizer, config)
         self.sampler = self.episodes or self.sampler
-        self._collected: dict[str, float] = {}
-        self._samples: list[dict[str, Any]] = []
-        self._warned = False
-        self.draws = "ours"
-        if (vllm := config.rollouts.vllm) is not None:
-            from rlhf_nb.rollout.vllm import Vllm
-
-            self.besides = Vllm(vllm, config.rollouts.vllm_options).instead_of(self.sampler, model)
-            self.draws = Vllm.name
-        ray = config.rollouts.ray
-        self.ahead = self.rollouts if config.rollouts.lag or config.rollouts.workers or vllm or ray else None
-        self.temperature, self._older = config.sampling.temperature, 0.0
+        self._collected, self._samples, self._warned = dict[str, float](), list[dict[str, Any]](), False
+        self.actor, how = Actor(self), config.rollouts
+        self.draws = "ours" if how.vllm is None else "vLLM"
+        self.ahead = self.actor.rollouts if any((how.lag, how.workers, how.vllm, how.ray)) else None
 
     @abstractmethod
     def advantages(self, r: Rollout) -> Rollout:
@@ -264,14 +415,8 @@ class OnlineMethod(TextMethod):
 
     def controls(self) -> dict[str, Control]:
         """The sampling temperature, and the price of a nat where there is one to pay and a reference."""
-        own = setting(self, "sampling.temperature", 0.1, 2.0)
-
-        def put(value: float) -> None:  # for what is drawn from now on
-            self.temperature = value
-            own.set(value)
-
-        found = {"temperature": replace(own, set=put)}
-        return found | (kl_controls(self.kl) if self.kl is not None and self.reference is not None else {})
+        price = {} if self.kl is None or self.reference is None else kl_controls(self.kl)
+        return {"temperature": self.actor.control()} | price
 
     def frozen_modules(self) -> list[nn.Module]:
         """The reference, and reward models."""
@@ -297,20 +442,8 @@ class OnlineMethod(TextMethod):
         return using_adapter(self.model, self.adapter) if self.adapter else nullcontext()
 
     def answers(self, prompts: PromptBatch, step: int = 0, model: Any = None, **how: Any) -> Rollout:
-        """What the sampler says; timed, and counted.
-
-        Args:
-            prompts: B prompts; the result has num_samples rows for each, those of a prompt contiguous.
-            step: with the seed, the prompt, the answer's number and the position it determines every random number.
-            model: who answers; None: the policy.
-            how: num_samples (default: num_generations), seed (default: the run's), greedy.
-        """
-        prompts.before = self.engine.repeats(prompts.uid)  # the same samples on any number of processes
-        how = {"tokenizer": self.tokenizer, "seed": self.config.seed, "num_samples": self.group} | how
-        with self.policy_adapter(), self.meter.time("generate"):
-            r = self.sampler.generate(model or self.model, prompts, self.config.sampling, step=step, **how)
-        self.meter.generated += int(host(r.completion_mask).sum())
-        return r
+        """What the sampler says; see `Actor.answers`."""
+        return self.actor.answers(prompts, step, model, **how)
 
     def check(self, peek: Callable[[int], Any]) -> dict[str, Any] | None:
         """Log-probs of a few tokens that the sampler draws, against the model's own (`scoring.check`)."""
@@ -318,92 +451,16 @@ class OnlineMethod(TextMethod):
         return None if prompts is None else check_draws(self, prompts)
 
     def old_logps_and_values(self, r: Rollout, again: bool) -> tuple[Tensor | None, Tensor | None]:
-        """[B, C] log-probs of the answers under the policy, and what a critic says of them.
-
-        Args:
-            r: as it was drawn.
-            again: whether a scoring pass is needed; otherwise the sampler's log-probs are taken.
-        """
+        """[B, C] log-probs of answers under the policy, scored `again` or the sampler's; and what a critic says."""
         return self.module(r, temperature=self.config.sampling.temperature).logps if again else r.rollout_logps, None
-
-    def add_logps(self, r: Rollout) -> Rollout:
-        """Fill `old_logps`, `values` where there is a critic, and `ref_logps` where there is a reference."""
-        cfg = self.config
-        again = needs_scoring(r, cfg.old_logps, self.sampler, self.engine.precision.compute_dtype)
-        stale = self.ticket is not None and self.ticket.version < self.ticket.number
-        older = stale and cfg.old_logps == "auto" and not (again or self.imitates)  # the clip bounds this step only
-        begun = time.monotonic()
-        if self.reference is not None and not (stale and self.rollouts.workers is None):  # else it was asked when drawn
-            self.reference.begin(r, **self.asked_how())
-        r.old_logps, r.values = self.old_logps_and_values(r, again or older)
-        self._older = older * (time.monotonic() - begun)
-        if self.reference is not None:
-            r.ref_logps = self.reference.logps(r, **self.asked_how())
-        return r
-
-    def asked_how(self) -> dict[str, Any]:
-        """With which settings the reference is asked."""
-        return {"temperature": self.config.sampling.temperature, "token_budget": self.config.token_budget}
-
-    @cached_property
-    def rollouts(self) -> Rollouts:
-        """Tickets that are under way."""
-        return rollouts_of(self)
 
     def load_ahead(self, told: list[dict[str, Any]]) -> None:
         """Tickets of a checkpoint."""
-        self.ahead = self.rollouts
-        self.rollouts.load_state_dict(told, self.engine.device)
-
-    def heat(self, temperature: float) -> None:
-        """Draw, score and learn at this temperature from now on."""
-        if temperature != self.config.sampling.temperature:
-            setting(self, "sampling.temperature", 0.0, math.inf).set(temperature)
+        self.ahead = self.actor.rollouts
+        self.ahead.load_state_dict(told, self.engine.device)
 
     def draw_further(self, step: int, pull: Callable[[], PromptBatch | None]) -> None:
         """Begin what tickets need besides their own prompts, where it is due before this step."""
-
-    def arrived(self, ticket: StepTicket) -> None:
-        """Wait for a ticket that workers draw, and count it."""
-        for t in (ticket, *ticket.further):
-            with self.meter.time("wait_answers"), stops_at_once():
-                drawn = t.drawing.result()
-            self.meter.generated += int(drawn.rollout.completion_mask.sum())
-        self.sampler.slots_in_use = ticket.drawing.result().slots
-
-    def begun(self, prompts: PromptBatch, number: int, step: int, again: int = 0) -> StepTicket:
-        """A ticket of step `number`, drawn by the weights of now: here at once, or by workers while this process goes
-        on.
-
-        Args:
-            prompts: this rank's.
-            number, step: of the step that learns from it, and of this one.
-            again: as in `rollout`.
-        """
-        self.heat(self.temperature)
-        check_ahead(prompts.columns, self.config.rollouts.lag)
-        workers, seed = self.rollouts.workers, self.seed_of(again)
-        if workers is None:
-            drawing = future_of(Drawn(self.answers(prompts, number, seed=seed)))
-            if self.reference is not None and step < number:
-                self.reference.begin(drawing.result().rollout, **self.asked_how())
-        else:
-            prompts.before = self.engine.repeats(prompts.uid)
-            workers.publish(step)
-            request = Request(prompts, self.config.sampling, self.tokenizer, seed, number, self.group)
-            drawing = workers.draw(request, step)
-        return StepTicket(number, step, self.temperature, drawing)
-
-    def seed_of(self, again: int) -> int:
-        """The seed of a step's answers, after so many rounds of it."""
-        return derive_seed(self.config.seed, "again", again) if again else self.config.seed
-
-    def ask(self, r: Rollout) -> Scored:
-        """What the rewards say of a rollout, in whatever thread."""
-        rewards, begun = copy.copy(self.rewards), time.monotonic()
-        with torch.no_grad(), self.engine.autocast():
-            scores, parts = rewards(r)
-        return Scored(scores, parts, rewards.steps, rewards.stats, time.monotonic() - begun)
 
     @torch.no_grad()
     def rollout(self, prompts: PromptBatch | StepTicket, step: int = 0, again: int = 0) -> Rollout:
@@ -411,30 +468,11 @@ class OnlineMethod(TextMethod):
 
         Args:
             prompts: B prompts; or the answers to them that were drawn ahead.
-            step: see `answers`.
-            again: how many rounds of the same step came before.
+            step, again: see `Actor.answers`; how many rounds of the same step came before.
         """
         if self.kl is not None:
             self.kl.begin(step)
-        self.ticket = prompts if isinstance(prompts, StepTicket) else None
-        if isinstance(prompts, StepTicket):
-            self.heat(prompts.temperature)
-            return self.add_logps(prompts.rollout())
-        return self.add_logps(self.answers(prompts, step, seed=self.seed_of(again)))
-
-    def rewarded(self, r: Rollout) -> tuple[Tensor, dict[str, Tensor]]:
-        """Scores and parts of a rollout: asked for now, or before, where it was drawn ahead."""
-        computes = any(map(holds_model, self.rewards.fns))  # that is no waiting
-        with self.meter.time("rewards" if computes else "wait_rewards"):
-            if self.ticket is None or r.completion_ids is not self.ticket.drawn.completion_ids:
-                return self.rewards(r)
-            said = self.rollouts.said(self.ticket)
-        self.rewards.stats, self.rewards.steps = said.stats, said.steps
-        if little := self.rollouts.hides_little(self.ticket):
-            dear = f"{self._older:.2g} s a step faster, which scoring older answers takes" if self._older else "as fast"
-            lag = f"rollouts.lag is {self.rollouts.lag}, but {little}"
-            warnings.warn(f"{lag}, and answers are learnt from that are older: lag=0 is {dear}.", stacklevel=5)
-        return said.scores, said.parts
+        return self.actor.add_logps(self.actor.draw(prompts, step, again))
 
     @torch.no_grad()
     def score(self, r: Rollout, unit: int | None = None) -> Rollout:
@@ -445,10 +483,7 @@ class OnlineMethod(TextMethod):
         Args:
             r: answers, `unit` to a prompt (default: num_generations).
         """
-        cfg = self.config
-        r.scores, r.reward_parts = self.rewarded(r)
-        r.step_rewards, r.step_ends = self.rewards.steps or (None, None)
-        r.columns.pop("environments", None)  # they stay in this process
+        cfg, r = self.config, self.actor.rewarded(r)
         r = self.engine.agree(self.engine.gather_rows(r, unit or cfg.num_generations, self.tokenizer.pad_token_id))
         scores, ended, fixed = r.need("scores"), r.finished, cfg.missing_eos
         if fixed is not None and cfg.missing_eos_mode == "fixed" and not self._warned:
@@ -462,9 +497,7 @@ class OnlineMethod(TextMethod):
         return along(lambda m, f: m & f[:, None], mask, r.finished) if self.config.mask_truncated else mask
 
     def leave_out_cut(self, r: Rollout) -> Rollout:
-        """Mask what nothing is learnt from; after `advantages`, because cut answers are
-        among those that others are compared with.
-        """
+        """Mask what nothing is learnt from; after `advantages`, because cut answers are compared with, too."""
         r.completion_mask = self.learns(r)
         r.advantages = within(r.need("advantages"), r.completion_mask)
         return r
@@ -474,24 +507,16 @@ class OnlineMethod(TextMethod):
         return r.counting
 
     def computed(self, r: Rollout, unit: int = 1) -> Rollout:
-        """The rows that have a gradient; where none has, the first `unit`: their gradient of 0 still moves what Adam
-        remembers.
-        """
+        """The rows that have a gradient; where none has, the first `unit`: their 0 still moves what Adam remembers."""
         keep = host(self.has_gradient(r))
-        if keep.all():
-            return r
-        return r[keep.nonzero()[:, 0] if keep.any() else torch.arange(unit)]
+        return r if keep.all() else r[keep.nonzero()[:, 0] if keep.any() else torch.arange(unit)]
 
     @abstractmethod
     def collect(self, batch: PromptBatch, step: int) -> Rollout:
         """Answers (`rollout`), their scores, their advantages; `noted` is last."""
 
     def noted(self, r: Rollout) -> Rollout:
-        """A rollout after its numbers were taken, without what was cut.
-
-        Args:
-            r: with advantages.
-        """
+        """A rollout with advantages after its numbers were taken, without what was cut."""
         seen = r.seen()  # measured on the host, so that a GPU is asked once for everything
         self._collected, r = self.measure(seen), self.leave_out_cut(r)
         self._samples = rollout_samples(self.leave_out_cut(seen), self.config.samples_per_step)
@@ -499,31 +524,17 @@ class OnlineMethod(TextMethod):
 
     def measure(self, r: Rollout) -> dict[str, float]:
         """The numbers of a rollout, whose columns are on the CPU."""
-        found = rollout_metrics(r, self.kl_coef) | sampling_metrics(r, self.sampler) | self.lag_metrics(r)
-        found |= reward_metrics(r, self.rewards, self.engine)
+        found = rollout_metrics(r, self.kl_coef) | self.actor.metrics(r) | reward_metrics(r, self.rewards, self.engine)
         found |= episode_metrics(r.columns["episode"]) if "episode" in r.columns else {}
         if self.episodes is None and self.config.decoder == PLAIN_DECODER:
             found |= promises_kept(r, eos_ids(unwrapped(self.model), self.tokenizer))
         return found if r.values is not None else found | group_metrics(r.need("scores"), self.config.num_generations)
 
-    @torch.no_grad()
-    def lag_metrics(self, r: Rollout) -> dict[str, float]:
-        """What rollouts tell of a ticket, and, where π_old was scored, how far the policy is from who drew."""
-        found = {"rollout/lag": 0.0} if self.ticket is None else self.rollouts.metrics(self.ticket)
-        if r.rollout_logps is None or torch.equal(r.need("old_logps"), r.rollout_logps):
-            return found
-        return found | staleness(r.need("old_logps"), r.rollout_logps, r.completion_mask)
-
     def correction(self, r: Rollout, old: Tensor | None = None) -> Tensor | None:
-        """[B, C], weights of tokens where sampler and scorer disagree; None where they are the same.
-
-        Args:
-            r: with the sampler's log-probs, if it told any; old: the scorer's; None: the rollout's.
-        """
-        old, drawn = r.need("old_logps") if old is None else old, r.rollout_logps
+        """[B, C], weights of tokens where sampler and scorer (`old`; None: r's) disagree; None: they are the same."""
+        old, drawn, cfg = r.need("old_logps") if old is None else old, r.rollout_logps, self.config
         if drawn is None or old is drawn or (old.device.type == "cpu" and torch.equal(old, drawn)):
             return None  # (on a GPU the answer isn't waited for: weights of exactly 1 change nothing)
-        cfg = self.config
         how = (cfg.importance_cap, cfg.importance_floor, cfg.importance_level)
         return truncated_weights(old, drawn, r.completion_mask, *how)
 
@@ -550,7 +561,7 @@ class OnlineMethod(TextMethod):
 
     def evaluate(self, held_out: Sequence[Row]) -> dict[str, float]:
         """Answers to held-out prompts: each reward's mean (those that are only watched, too), KL and length."""
-        self.heat(self.temperature)
+        self.actor.heat(self.actor.temperature)
         if (found := evaluate_held_out(self, held_out) if held_out else None) is None:
             return {}
         self.by_question = {f"eval/{shown_as(k)}": v.tolist() for k, v in found.scores.items()}
@@ -560,20 +571,6 @@ class OnlineMethod(TextMethod):
 def holds_model(fn: Any) -> bool:
     """Whether a reward computes with a model of this process: then asking it is no waiting."""
     return any(isinstance(x, nn.Module) for x in [*getattr(fn, "members", ()), *getattr(fn, "__dict__", {}).values()])
-
-
-def rollouts_of(method: OnlineMethod) -> Rollouts:
-    """The tickets of a method, with the workers that draw them, if there are any."""
-    now = any(holds_model(fn) for fn in method.rewards.fns)  # it computes with what the updates compute with
-    how = method.config.rollouts
-    parts = lambda: (method.model, method.besides or method.sampler, method.tokenizer, method.adapter)
-    count, place = how.workers or int(bool(how.vllm or how.ray)), None
-    if how.ray is not None:
-        from rlhf_nb.rollout.ray import OnRay
-
-        place = OnRay(how.ray, count)
-    workers = Workers(count, how.lag + 2, parts, place) if count else None
-    return Rollouts(method, how.lag, 0 if now else how.at_once or how.lag + 1, workers)
 
 
 def check_ahead(columns: Mapping[str, Any], lag: int) -> None:
@@ -612,7 +609,7 @@ def check_lag(method: OnlineMethod) -> None:
     if method.draws_besides:
         raise ConfigError(f"rollouts.lag is {lag}, but {method.draws_besides}: set rollouts.lag=0.")
     name = next((n for n, fn in zip(method.rewards.names, fns) if holds_model(fn)), None)
-    if method.rollouts.workers is None and (name or all(isinstance(fn, RolloutScorer) for fn in fns)):
+    if method.actor.rollouts.workers is None and (name or all(isinstance(fn, RolloutScorer) for fn in fns)):
         what = f"the reward {name!r} is computed by" if name else "no reward is asked for outside of"
         warnings.warn(
             f"rollouts.lag is {lag}, but {what} this process, so there is no waiting to hide: nothing is gained, and "
@@ -644,8 +641,8 @@ def check_workers(method: OnlineMethod) -> None:
     if why := next((k for k, on in wrong.items() if on), None):
         off = "0" if key == "workers" else "null"
         raise ConfigError(f"rollouts.{key} is {getattr(how, key)}, but {why}: set rollouts.{key}={off}.")
-    if method.rollouts.workers is not None:
-        method.rollouts.workers.pack()
+    if method.actor.rollouts.workers is not None:
+        method.actor.rollouts.workers.pack()
 
 
 def check_draws(method: OnlineMethod, prompts: PromptBatch) -> dict[str, Any]:
@@ -666,7 +663,7 @@ def check_draws(method: OnlineMethod, prompts: PromptBatch) -> dict[str, Any]:
                 why = company_matters(unwrapped(method.model), list(map(torch.tensor, prompts.token_lists())))
         else:
             why = f"answers are drawn by {sampler.name if sampling.sampler != 'generate' else 'generate'}"
-        why = "answers are drawn by vLLM" if method.besides else why
+        why = why if method.draws == "ours" else f"answers are drawn by {method.draws}"
         answers = {"answers": "exact" if why is None else f"close: {why}"}
         return asdict(self_check(method.model, r, sampling.temperature, ours, others=method.models())) | answers
 

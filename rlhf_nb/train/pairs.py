@@ -100,7 +100,7 @@ class PairMethod(OnlineMethod):
             other.rollout_logps = None
         n = len(own)
         both = Rollout.cat([own, other], self.tokenizer.pad_token_id)
-        return self.add_logps(both[torch.arange(2 * n).view(2, n).t().flatten()])
+        return self.actor.add_logps(both[torch.arange(2 * n).view(2, n).t().flatten()])
 
     def pairs(self, r: Rollout) -> Rollout:
         """The two answers of each group that something is learnt from: the better one and the other; of a group

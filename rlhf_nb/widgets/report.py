@@ -278,29 +278,11 @@ def serve_metrics(
     return listen("metrics", answer, port, host, block, say)
 
 
-def listen(
-    what: str, answer: Callable[[str], tuple[str, str] | None], port: int, host: str, block: bool,
-    say: Callable[[str], None] | None = None, rule: str = "default-src 'none'", at: str = "metrics",
-    change: Callable[[str, str, bytes], tuple[str, str] | None] | None = None,
-) -> ThreadingHTTPServer:  # fmt: skip
-    """Answer requests, one at a time.
-
-    Args:
-        what: is served.
-        answer: from the path, with its query, to kind and text of the answer; None: there is nothing. A RunError is
-            said.
-        port: 0 takes a free one.
-        host: of this machine. On a loopback address only requests that name one are answered, so that no page of
-            another site reads what is here by pointing its own name at this machine.
-        block: False returns at once; the server then runs in a thread, until `server.shutdown()`.
-        say: is told the address.
-        rule: the content security policy.
-        at: the path of the address that is told.
-        change: as `answer`, for POST requests below 100 kB: from path, the header X-Word, and body.
-
-    Raises:
-        RunError: the port is taken, or not allowed.
-    """
+def _handler(
+    what: str, answer: Callable[[str], tuple[str, str] | None], host: str, rule: str,
+    change: Callable[[str, str, bytes], tuple[str, str] | None] | None,
+) -> type[BaseHTTPRequestHandler]:  # fmt: skip
+    """What answers each request, one after the other; arguments as in `listen`."""
     lock, near = threading.Lock(), ("localhost", "127.0.0.1", "[::1]")
 
     class Handler(BaseHTTPRequestHandler):
@@ -338,8 +320,34 @@ def listen(
         def log_message(self, format: str, *args: Any) -> None:
             """Say nothing."""
 
+    return Handler
+
+
+def listen(
+    what: str, answer: Callable[[str], tuple[str, str] | None], port: int, host: str, block: bool,
+    say: Callable[[str], None] | None = None, rule: str = "default-src 'none'", at: str = "metrics",
+    change: Callable[[str, str, bytes], tuple[str, str] | None] | None = None,
+) -> ThreadingHTTPServer:  # fmt: skip
+    """Answer requests, one at a time.
+
+    Args:
+        what: is served.
+        answer: from the path, with its query, to kind and text of the answer; None: there is nothing. A RunError is
+            said.
+        port: 0 takes a free one.
+        host: of this machine. On a loopback address only requests that name one are answered, so that no page of
+            another site reads what is here by pointing its own name at this machine.
+        block: False returns at once; the server then runs in a thread, until `server.shutdown()`.
+        say: is told the address.
+        rule: the content security policy.
+        at: the path of the address that is told.
+        change: as `answer`, for POST requests below 100 kB: from path, the header X-Word, and body.
+
+    Raises:
+        RunError: the port is taken, or not allowed.
+    """
     try:
-        server = ThreadingHTTPServer((host, port), Handler)
+        server = ThreadingHTTPServer((host, port), _handler(what, answer, host, rule, change))
     except OSError as error:
         raise RunError(
             f"{what} can't be served at {host}:{port}: {error.strerror or error}; choose another port"
