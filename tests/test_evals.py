@@ -206,6 +206,7 @@ def test_capabilities_are_held_against_a_frozen_baseline(model: Path, loaded: An
         ("{verify: length}", "  - {id: a, prompt: p}\n", ConfigError, "suite mine, rule: verify: length needs target"),
         ("{verfy: exact}", ROWS, ConfigError, "Did you mean 'verify'"),
         ("{verify: exat}", ROWS, ConfigError, "Did you mean 'exact'"),
+        ("{judg: true}", ROWS, ConfigError, "Did you mean 'judge'"),
         ("{judge: true}", ROWS, ConfigError, "judge.model="),
         ("{flip: true}", ROWS, DataError, "two turns"),
         ("{checks: true}", ROWS, ConfigError, "In earlier versions that was a rule for instructions"),

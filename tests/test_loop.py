@@ -385,6 +385,13 @@ def test_tensorboard_through_accelerate(tmp_path: Path) -> None:
     assert not [e for e in read_metrics(tmp_path) if e["type"] == "warning"]
 
 
+def test_one_process_has_no_messages_to_time(tmp_path: Path) -> None:
+    run = trainer(tmp_path / "run", comm_every=1)
+    run.fit()
+    rows = read_metrics(tmp_path / "run")
+    assert any("loss" in row for row in rows) and not any("perf/collective_s" in row for row in rows)
+
+
 def test_steps_must_be_known(tmp_path: Path) -> None:
     class Endless:
         epoch = 0

@@ -226,7 +226,7 @@ def test_every_prompt_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     a = sample_tokens(model, batch, SamplingConfig(max_new_tokens=30), **go, batch_size=10)
     assert len(read) == len(batch) and sum(read) <= int(batch.prompt_mask.sum())
     read.clear()  # and that is what looking for beginnings is for
-    monkeypatch.setattr(engine.RowCache, "_source", lambda cache, new: (new.rows[0], 0))
+    monkeypatch.setattr(engine._Reading, "source", lambda reading, new: (new.rows[0], 0))
     b = sample_tokens(model, batch, SamplingConfig(max_new_tokens=30), **go, batch_size=10)
     assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True)) and len(read) > len(batch)
 

@@ -91,7 +91,7 @@ def test_torn_last_line_is_read_when_it_is_whole(tmp_path: Path) -> None:
         with open(tmp_path / "metrics.jsonl", "ab") as f:
             f.write(whole[:cut])
         reader.poll()
-        assert reader.step == 5 and reader.damaged == 0
+        assert reader.log.step == 5 and reader.log.damaged == 0
         os.truncate(tmp_path / "metrics.jsonl", os.path.getsize(tmp_path / "metrics.jsonl") - cut)
     with open(tmp_path / "metrics.jsonl", "ab") as f:
         f.write(whole)
@@ -102,7 +102,7 @@ def test_cut_log_is_read_again(tmp_path: Path) -> None:
     log, reader = write(tmp_path, 30), RunReader(tmp_path)
     reader.poll()
     log.truncate_after(20)
-    assert reader.poll() and reader.step == 20 and reader.generation == 1
+    assert reader.poll() and reader.log.step == 20 and reader.generation == 1
     log.append("resume", 20)
     for s in range(21, 60):  # now it is longer than it was
         log.append("step", s, loss=-1.0)
@@ -126,7 +126,7 @@ def test_folder_that_is_removed_and_made_anew(tmp_path: Path) -> None:
     shutil.rmtree(path)
     assert reader.poll() and reader.status.state == "waiting"
     write(path, 3).close()
-    assert reader.poll() and reader.step == 3
+    assert reader.poll() and reader.log.step == 3
 
 
 def test_a_run_of_another_version(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_damaged_middle_and_non_finite(tmp_path: Path) -> None:
     write(tmp_path, 2, begin=6)
     reader = RunReader(tmp_path)
     reader.poll()
-    assert reader.damaged == 2 and reader.series("loss")[0].tolist() == [1, 2, 3, 6, 7] and reader.step == 7
+    assert reader.log.damaged == 2 and reader.series("loss")[0].tolist() == [1, 2, 3, 6, 7] and reader.log.step == 7
     ET.fromstring(line_chart(*group_panels([reader], "all")))
 
 
@@ -175,12 +175,12 @@ def test_written_by_another_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with open(tmp_path / "metrics.jsonl", "ab") as f:
         f.write(b"\0" * len(line) + line.replace(b"6", b"7"))
     reader.poll()
-    assert reader.step == 5 and reader.damaged == 0
+    assert reader.log.step == 5 and reader.log.damaged == 0
     with open(tmp_path / "metrics.jsonl", "r+b") as f:
         f.seek(size)
         f.write(line)
     reader.poll()
-    assert reader.step == 7 and reader.damaged == 0
+    assert reader.log.step == 7 and reader.log.damaged == 0
     clock = time.monotonic
     monkeypatch.setattr(reader_module.time, "monotonic", lambda: clock() + 300)
     assert reader.status.state == "silent" and "5 min" in str(reader.status)
@@ -201,7 +201,12 @@ def test_reading_while_somebody_writes(tmp_path: Path) -> None:
         reader.poll()
     reader.poll()
     s, v = reader.series("loss")
-    assert reader.damaged == 0 and reader.generation == 0 and s[-1] == 1499 and reader._series["loss"].count == 1499
+    assert (
+        reader.log.damaged == 0
+        and reader.generation == 0
+        and s[-1] == 1499
+        and reader.log.numbers["loss"].count == 1499
+    )
     assert np.all(np.diff(s) >= 0)
 
 
@@ -228,7 +233,9 @@ def test_fast_and_slow_parsing_agree(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert set(fast.keys) == set(slow.keys) and fast.status.state == "ended" and len(fast.events) == len(slow.events)
     for key in fast.keys:
         np.testing.assert_array_equal(fast.series(key)[1], slow.series(key)[1], err_msg=key)
-    assert fast.last("m/3") == slow.last("m/3") and fast._series["skipped"].count == slow._series["skipped"].count
+    assert (
+        fast.last("m/3") == slow.last("m/3") and fast.log.numbers["skipped"].count == slow.log.numbers["skipped"].count
+    )
 
 
 def test_series_is_bounded_and_keeps_extremes() -> None:
@@ -392,12 +399,12 @@ Trainer(Regression(pause=0.05), Numbers(), regression_config(steps=400), run_dir
         begin, asked = time.monotonic(), False
         while not board.target.status.over and time.monotonic() - begin < 60:
             board.refresh()
-            if board.target.step >= 3 and not asked:
+            if board.target.log.step >= 3 and not asked:
                 board.ask("stop")
-                asked_at, asked = board.target.step, True
+                asked_at, asked = board.target.log.step, True
             time.sleep(0.02)
-        assert board.target.status.over and board.target.step <= asked_at + 2
-        assert (tmp_path / "run" / "checkpoints" / f"step-{board.target.step:010d}").is_dir()
+        assert board.target.status.over and board.target.log.step <= asked_at + 2
+        assert (tmp_path / "run" / "checkpoints" / f"step-{board.target.log.step:010d}").is_dir()
     finally:
         child.wait(30)
 

@@ -276,8 +276,9 @@ def _answering(
     settings |= {"judge": judge_settings(config)} if suite.config.rule.get("judge") else {}
     asks = ", ".join(f"{k}={v}" for k, v in how.unused.items())
     notes = [f"the model's own settings also ask for {asks}; answers were made without."] if asks else []
+    rule = make_rule(suite, config, tokenizer, str(folder))  # names a misspelt one
     settings |= {"rules": versions_of(suite, config)}
-    return answer_work(ask, make_rule(suite, config, tokenizer, str(folder)), samples, paid), settings, notes
+    return answer_work(ask, rule, samples, paid), settings, notes
 
 
 def token_rule(entry: RewardEntry) -> bool:

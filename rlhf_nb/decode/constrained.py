@@ -241,9 +241,10 @@ class Constrained(Decoder):
 
             try:
                 if key not in _TABLES:
+                    made = from_tokenizer(tokenizer, n_vocab=size, eos_token=list(ends))
                     while len(_TABLES) >= 4:
                         _TABLES.pop(next(iter(_TABLES)))
-                    _TABLES[key] = (from_tokenizer(tokenizer, n_vocab=size, eos_token=list(ends)), tokenizer)
+                    _TABLES[key] = (made, tokenizer)
                 table = _TABLES[key][0]
             except ValueError as e:
                 raise ConfigError(

@@ -137,7 +137,6 @@ class RowCache:
         self.forget(decoder)
         self._steps = torch.arange(self.columns, device=self.device)
         self._places = self._steps.float()
-        self._begins: dict[tuple[str, tuple[int, ...]], list[int]] = {}
 
     def _lay_out(self, rows: int, columns: int) -> None:
         "Other sizes, layer by layer, so that no more than one layer is there twice; what fits is kept."
@@ -198,9 +197,10 @@ class RowCache:
         """
         single = self.block == 1 == max(map(len, blocks))
         states = self.states(rows, blocks, 1 if single else FEWEST_ROWS)
-        return self._logits(states.flatten(0, 1)).view(*states.shape[:2], -1)
+        return self.logits(states.flatten(0, 1)).view(*states.shape[:2], -1)
 
-    def _logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
+        "Of the tokens that follow, [n, V]; hidden: [n, H]."
         return self.decoder.logits(_at_least(hidden))[: len(hidden)]
 
     def states(
@@ -260,11 +260,12 @@ class RowCache:
     def move(self, row: int, to: int, more: int = 1) -> None:
         "Let a row go on in the place of one that has ended, or of several neighbours."
         n = self.lens[row]
-        self._copy(row, slice(to, to + more), n)
+        self.copy(row, slice(to, to + more), n)
         for i in range(to, to + more):
             self.lens[i], self.held[i], self.owners[i] = n, self.held[row][:n], self.owners[row]
 
-    def _copy(self, row: int, to: slice, n: int) -> None:
+    def copy(self, row: int, to: slice, n: int) -> None:
+        "The first tokens of a row into others."
         for layer in self.cache:
             layer[:, to, :, :n] = layer[:, row : row + 1, :, :n]
 
@@ -291,75 +292,86 @@ class RowCache:
         wanted: dict[tuple[str, tuple[int, ...]], list[int]] = {}
         for i, text in enumerate(texts, first):
             wanted.setdefault((owners[i - first] if owners else "", tuple(text)), []).append(i)
-        waiting = [_New(who, list(x), rows) for (who, x), rows in wanted.items()]
-        lines = dict[int, Tensor]()
-        self._begins = {}
-        for row, held in enumerate(self.held):
-            self._begins.setdefault((self.owners[row], tuple(held[:BEGINNING])), []).append(row)
-        while waiting:
-            now, waiting = self._apart(waiting)
-            for new in now:
-                self._begin(new)
-            for new, line in self._go_on(now):
-                for _, same in itertools.groupby(enumerate(new.rows[1:]), key=lambda x: x[1] - x[0]):
-                    places = [row for _, row in same]
-                    self.move(new.rows[0], places[0], len(places))
-                lines.update(dict.fromkeys(new.rows, line))
+        lines = _Reading(self).lines([_New(who, list(x), rows) for (who, x), rows in wanted.items()])
         return torch.stack([lines[first + i] for i in range(len(texts))])
 
-    def _source(self, new: _New) -> tuple[int, int]:
+# %% ../../nbs/fast/engine.ipynb #reading01
+class _Reading:
+    "Prompts that are read together: each copies its beginning from a row that has it, the rest is computed."
+
+    def __init__(self, cache: RowCache) -> None:
+        self.cache = cache
+        self.begins: dict[tuple[str, tuple[int, ...]], list[int]] = {}  # rows by owner and first tokens
+        for row, held in enumerate(cache.held):
+            self.begins.setdefault((cache.owners[row], tuple(held[:BEGINNING])), []).append(row)
+
+    def lines(self, waiting: list[_New]) -> dict[int, Tensor]:
+        "Logits [V] of the token behind the prompt of each row."
+        lines = dict[int, Tensor]()
+        while waiting:
+            now, waiting = self.apart(waiting)
+            for new in now:
+                self.begin(new)
+            for new, line in self.go_on(now):
+                for _, same in itertools.groupby(enumerate(new.rows[1:]), key=lambda x: x[1] - x[0]):
+                    places = [row for _, row in same]
+                    self.cache.move(new.rows[0], places[0], len(places))
+                lines.update(dict.fromkeys(new.rows, line))
+        return lines
+
+    def source(self, new: _New) -> tuple[int, int]:
         "The row with most of a prompt's beginning, and how many tokens, 0 if too few; the last one is always read."
         own = new.rows[0]
-        there = (r for r in self._begins.get(new.begins, ()) if self.owners[r] == new.owner)
-        each = ((tokens_in_common(self.held[r], new.text), r == own, r) for r in there)
+        there = (r for r in self.begins.get(new.begins, ()) if self.cache.owners[r] == new.owner)
+        each = ((tokens_in_common(self.cache.held[r], new.text), r == own, r) for r in there)
         n, _, row = max(each, default=(0, True, own))
         n = min(n, len(new.text) - 1)
         return row, n if n >= BEGINNING else 0
 
-    def _apart(self, waiting: list[_New]) -> tuple[list[_New], list[_New]]:
+    def apart(self, waiting: list[_New]) -> tuple[list[_New], list[_New]]:
         "Prompts that are read now, and those that wait for one of them because they begin like it."
         now, later, firsts = list[_New](), list[_New](), dict[Any, list[_New]]()
         for new in waiting:
             others = firsts.setdefault(new.begins, [])
             same = max((tokens_in_common(new.text, other.text) for other in others), default=0)
-            if others and same >= self._source(new)[1] + BEGINNING:
+            if others and same >= self.source(new)[1] + BEGINNING:
                 later.append(new)
             else:
                 now.append(new)
                 others.append(new)
         return now, later
 
-    def _begin(self, new: _New) -> None:
+    def begin(self, new: _New) -> None:
         "Copy what is known of a prompt into its first row."
-        (source, n), row = self._source(new), new.rows[0]
+        (source, n), row = self.source(new), new.rows[0]
         if n and source != row:
-            self._copy(source, slice(row, row + 1), n)
-        self.owners[row], self.lens[row] = new.owner, n
-        self.held[row] = new.text[:n]
-        self._begins.setdefault(new.begins, []).append(row)
-        self.copied += n
+            self.cache.copy(source, slice(row, row + 1), n)
+        self.cache.owners[row], self.cache.lens[row] = new.owner, n
+        self.cache.held[row] = new.text[:n]
+        self.begins.setdefault(new.begins, []).append(row)
+        self.cache.copied += n
 
-    def _go_on(self, begun: list[_New]) -> Iterable[tuple[_New, Tensor]]:
+    def go_on(self, begun: list[_New]) -> Iterable[tuple[_New, Tensor]]:
         "Read the rest of prompts, several together; the logits behind each."
-        left = sorted(begun, key=lambda new: len(new.text) - self.lens[new.rows[0]])
+        left = sorted(begun, key=lambda new: len(new.text) - self.cache.lens[new.rows[0]])
         while left:
             group: list[_New] = []
             for new in left:  # side by side, as far as none runs over the end of its row
-                held, most = self.lens[new.rows[0]], MASK // (self.decoder.heads * _up(len(new.text)))
+                held, most = self.cache.lens[new.rows[0]], MASK // (self.cache.decoder.heads * _up(len(new.text)))
                 width = min(len(new.text) - held, READ_AT_ONCE // 2, max(FEWEST_ROWS, most))
-                longest = max(self.lens[x.rows[0]] for x in [*group, new])
-                full = (len(group) + 1) * width > min(READ_AT_ONCE, most) or longest + width > self.room
+                longest = max(self.cache.lens[x.rows[0]] for x in [*group, new])
+                full = (len(group) + 1) * width > min(READ_AT_ONCE, most) or longest + width > self.cache.room
                 if group and full:
                     break
                 group.append(new)
             rows = [new.rows[0] for new in group]
-            blocks = [new.text[self.lens[r] :][:width] for new, r in zip(group, rows)]
-            states = self.states(rows, blocks)
-            ends = self._logits(torch.stack([x[len(b) - 1] for x, b in zip(states, blocks)]))
+            blocks = [new.text[self.cache.lens[r] :][:width] for new, r in zip(group, rows)]
+            states = self.cache.states(rows, blocks)
+            ends = self.cache.logits(torch.stack([x[len(b) - 1] for x, b in zip(states, blocks)]))
             for new, line in zip(group, ends):
-                if self.lens[new.rows[0]] == len(new.text):
+                if self.cache.lens[new.rows[0]] == len(new.text):
                     yield new, line
-            left = [new for new in left if self.lens[new.rows[0]] < len(new.text)]
+            left = [new for new in left if self.cache.lens[new.rows[0]] < len(new.text)]
 
 # %% ../../nbs/fast/engine.ipynb #76c832df
 def _mixture(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, asks: int) -> Tensor:

@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ..strict import table_of
@@ -101,9 +102,9 @@ def timed_messages(device: str, metrics: dict[str, float], step: int, every: int
         device: "cpu" or "cuda".
         metrics: gets `perf/collective_s` and `perf/exposed_comm_share`.
         step: of the run, from 1.
-        every: steps from one that is profiled to the next; None: none is.
+        every: steps from one that is profiled to the next; None, or one process: none is.
     """
-    if every is None or step % every:
+    if every is None or step % every or not dist.is_initialized() or dist.get_world_size() == 1:
         yield
         return
     kinds, gpu = torch.profiler.ProfilerActivity, device == "cuda"

@@ -411,9 +411,10 @@ def _saved(folder: Path) -> list[int]:
 
 def health_of(reader: Any) -> list[Light]:
     """All lights of what a reader of a run directory has read (`widgets.reader.RunReader`)."""
-    config = dict(reader.config) | {k: c["value"] for k, c in reader.controls.items() if "value" in c}
+    config = dict(reader.config) | {k: c["value"] for k, c in reader.log.controls.items() if "value" in c}
     config["checkpoints"] = _saved(reader.path)
-    return health({k: reader.means(k) for k in _NEEDED if k in set(reader.keys)}, config)
+    keys = set(reader.keys)
+    return health({k: reader.means(k) for k in _NEEDED if k in keys}, config)
 
 # %% ../../nbs/run/health.ipynb #ab000002
 def lights_of(events: Iterable[Mapping[str, Any]], config: Mapping[str, Any]) -> list[Light]:

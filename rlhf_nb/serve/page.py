@@ -65,8 +65,10 @@ def page_router(desk: Any) -> Any:
         "Cache-Control": "no-cache",
     }
 
+    text = page(desk.config.feedback is not None, desk.config.keys is not None)
+
     async def show(request: Any) -> Any:
-        return HTMLResponse(page(desk.config.feedback is not None, desk.config.keys is not None), headers=more)
+        return HTMLResponse(text, headers=more)
 
     router.add_route("/", desk.intake.guarded(show), methods=["GET"])
     return router

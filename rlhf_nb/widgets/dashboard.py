@@ -308,7 +308,7 @@ class Dashboard:
         knobs.data.value = live_html(place, group_panels(self.readers, self.group, None), **told)
         refused = not reply.get("ok", True) and reply is not self._followed
         self._followed = reply
-        knobs.follow(self.target.controls, str(reply.get("key")) if refused else "")
+        knobs.follow(self.target.log.controls, str(reply.get("key")) if refused else "")
 
     def open(self) -> None:
         """Show the widgets, and begin to draw."""

@@ -134,7 +134,8 @@ def _panel(readers: Sequence[Any], spec: Spec, smoothing: float | None, by: str)
 def _peak_mark(reader: RunReader) -> list[Mark]:
     """Where the run reached the KL at which gold is predicted to peak; empty where it hasn't, or nothing is sure."""
     names = ("eval/gold", "eval/gold_stderr", "rewards/gold", "gold", "objective/kl")
-    known = {k: reader.means(k) for k in names if k in set(reader.keys)}
+    keys = set(reader.keys)
+    known = {k: reader.means(k) for k in names if k in keys}
     fitted = gold_fit(known)
     if fitted is None:
         return []
@@ -228,7 +229,7 @@ def remedy(light: Light, reader: RunReader) -> dict[str, Any] | None:
     if "Stop here" in light.text:
         return {"request": "stop", "key": None, "value": None, "text": f"{light.name}: stop"}
     for word, key, number in _ADVICE.findall(light.text):
-        can = {"value": math.nan, "low": math.inf, "high": -math.inf} | reader.controls.get(key, {})
+        can = {"value": math.nan, "low": math.inf, "high": -math.inf} | reader.log.controls.get(key, {})
         new = float(number) if number else can["value"] * {"raise": 2.0, "lower": 0.5}.get(word.lower(), math.nan)
         if can["low"] <= new <= can["high"] and new != can["value"]:
             text = f"{light.name}: {key} {can['value']:.3g} → {new:.3g}"

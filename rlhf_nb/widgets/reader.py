@@ -29,7 +29,7 @@ Floats = npt.NDArray[np.float64]
 
 # %% auto #0
 __all__ = ['Floats', 'MOST_DRAWN', 'Series', 'parse_lines', 'columns', 'columns_at_once', 'Status', 'spell_seconds', 'Tail',
-           'SampleIndex', 'RunReader', 'open_runs']
+           'SampleIndex', 'RunLog', 'RunReader', 'open_runs']
 
 # %% ../../nbs/widgets/reader.ipynb #dbf649bd
 MOST_DRAWN = 1e100  # beyond are NaN, infinity, and numbers whose squares and differences overflow
@@ -424,6 +424,101 @@ def _usable(config: dict[str, Any]) -> dict[str, Any]:
     """A configuration whose numbers that views compute with are numbers."""
     return {k: v for k, v in config.items() if k not in ("steps", "kl_budget", "kl_target") or type(v) in (int, float)}
 
+# %% ../../nbs/widgets/reader.ipynb #runlog01
+class RunLog:
+    """What the lines of a run's log say: numbers as series, all else as events, and the state that the run is in.
+
+    Args:
+        points: most points kept of each metric.
+        window: first and last step of which numbers are kept; None: of all.
+    """
+
+    KEPT = 500  # events of each type
+
+    def __init__(self, points: int, window: tuple[float, float] | None = None) -> None:
+        self.limit, self.window = points, window
+        self.numbers: dict[str, Series] = {}
+        self._events: dict[str, deque[tuple[int, dict[str, Any]]]] = {}
+        self.lines = self.damaged = self.step = 0
+        self.total_steps: int | None = None
+        self.format = FORMAT
+        self.ended: dict[str, Any] | None = None
+        self.paused = False
+        self.controls: dict[str, dict[str, float]] = {}  # what can be set: value, low and high by key
+
+    def read(self, block: bytes, many: bool = False) -> None:
+        """Take in whole lines; `many` says that there are so many that pyarrow pays."""
+        if many:
+            mark, others = b'"type": "step"', b""
+            steps = block
+            if block.count(mark) != block.count(b"\n"):
+                lines = block.splitlines(keepends=True)
+                steps = b"".join(line for line in lines if mark in line)
+                others = b"".join(line for line in lines if mark not in line)
+            series = columns_at_once(steps)
+            if series is not None:
+                self.extend(series)
+                block = others
+        rows, damaged = parse_lines(block)
+        self.damaged += damaged
+        self.take(rows)
+
+    def extend(self, series: dict[str, tuple[Floats, Floats]]) -> None:
+        """Steps and values into series."""
+        for key, (steps, values) in series.items():
+            if self.window is not None:
+                kept = (steps >= self.window[0]) & (steps <= self.window[1])
+                steps, values = steps[kept], values[kept]
+            if key != "rank" and len(steps):
+                self.numbers.setdefault(key, Series(self.limit)).extend(steps, values)
+                self.step = max(self.step, int(steps[-1]))
+
+    def take(self, rows: list[dict[str, Any]]) -> None:
+        """Numbers into series, everything else into events."""
+        alike: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+        for row in rows:
+            kind = row.get("type", "step")
+            if kind in ("step", "eval") and _count(row.get("step")) is None:
+                self.damaged += 1
+                continue
+            if kind == "step":
+                self.ended = None
+            else:
+                self.note(str(kind), row)
+            if kind in ("step", "eval"):
+                alike.setdefault((kind, *row), []).append(row)
+        for (kind, *_), group in alike.items():
+            series = columns(group)
+            steps = series.pop("step")
+            if kind == "eval":
+                series.pop("time", None)
+            self.extend({key: (steps, values) for key, values in series.items()})
+
+    def note(self, kind: str, row: dict[str, Any]) -> None:
+        """Remember an event, and what it says of the run's state."""
+        self.lines += 1
+        row = {k: _number(v) if type(v) is int and abs(v) >= 2**53 else v for k, v in row.items()}
+        row |= {"type": kind, "step": _count(row.get("step")) or 0}
+        self._events.setdefault(kind, deque(maxlen=self.KEPT)).append((self.lines, row))
+        total = _count(row.get("total_steps"))
+        self.step = max(self.step, _count(row.get("step")) or 0)
+        if kind in ("start", "resume"):
+            self.total_steps = self.total_steps if total is None else total
+            self.format = row.get("format", FORMAT)
+            self.ended, self.paused = None, False
+            self.controls = _controls(row.get("controls"))
+        elif kind == "end":
+            self.ended, self.paused = row, False
+        elif kind == "control" and row.get("ok", True):
+            if row.get("request") == "set" and isinstance(row.get("new"), (int, float)):
+                self.controls.setdefault(str(row.get("key")), {})["value"] = _number(row["new"])
+            self.paused = {"pause": True, "resume": False, "stop": False}.get(str(row.get("request")), self.paused)
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """What happened besides steps, oldest first."""
+        return [row for _, row in sorted((e for kind in self._events.values() for e in kind), key=itemgetter(0))]
+
 # %% ../../nbs/widgets/reader.ipynb #332670cb
 class RunReader:
     """Everything a run directory says, read as it grows.
@@ -435,13 +530,11 @@ class RunReader:
         window: first and last step of which numbers are kept; None: of all.
     """
 
-    KEPT = 500  # events of each type
-
     def __init__(
         self, path: str | Path, points: int = 2000, label: str | None = None, window: tuple[float, float] | None = None
     ) -> None:
         self.limit, self.window = points, window
-        self._clear()
+        self.log = RunLog(points, window)
         self.path, self.run_dir = Path(path), RunDir(path)
         self.label = label or self.path.resolve().name
         self.generation = 0  # grows when the log was cut and read again
@@ -459,12 +552,12 @@ class RunReader:
         cut = self._tail.replaced()
         if cut:
             self.generation += 1
-            self._clear()
+            self.log = RunLog(self.limit, self.window)
         first, grew = self._tail.offset == 0, False
         many = self._tail.backlog() > 4 << 20
         for block in self._tail.blocks():
             grew = True
-            self._read(block, many)
+            self.log.read(block, many)
         if grew:
             self._grew = time.monotonic() - (self._age() if first else 0.0)
         return grew or cut
@@ -488,9 +581,9 @@ class RunReader:
                 earlier = f.read(min(23 * most, size - 2 * most))
                 at = earlier.rfind(_EVAL)
                 line = earlier[earlier.rfind(b"\n", 0, at) + 1 : earlier.find(b"\n", at) + 1] if at >= 0 else b""
-                self._take(parse_lines(line)[0])
+                self.log.take(parse_lines(line)[0])
             for block in (head[: head.rfind(b"\n") + 1], tail[tail.find(b"\n") + 1 : tail.rfind(b"\n") + 1]):
-                self._read(block)
+                self.log.read(block)
             if size > 2 * most and b"\n" not in head + tail:
                 self.problem = f"the log has {most:,} bytes without a line's end"
             self._grew = time.monotonic() - self._age()
@@ -507,98 +600,19 @@ class RunReader:
             about = [os.stat(path) for path in files]
             if (stamp := [(s.st_ino, s.st_mtime, s.st_size) for s in about]) == self._stamp:
                 return False
-            self._clear()
+            self.log = RunLog(self.limit, self.window)
             imported = read_import(files, most)
             self._stamp, self.problem, self._config = stamp, imported.problem, (-1.0, _usable(imported.config))
             method = "transformers" if files[0].name.endswith(".json") else "TensorBoard"
-            self._note("start", {"method": method, "total_steps": imported.total})
-            self._extend(imported.numbers)
+            self.log.note("start", {"method": method, "total_steps": imported.total})
+            self.log.extend(imported.numbers)
             age = max(0.0, time.time() - max(s.st_mtime for s in about))
             self._grew = time.monotonic() - age
-            if age > 600 or self.step >= (imported.total or math.inf):
-                self._note("end", {"step": self.step, "reason": None})
+            if age > 600 or self.log.step >= (imported.total or math.inf):
+                self.log.note("end", {"step": self.log.step, "reason": None})
             self.generation += 1
             return True
         return False
-
-    def _clear(self) -> None:
-        """Forget what was read; the log begins again."""
-        self._series: dict[str, Series] = {}
-        self._events: dict[str, deque[tuple[int, dict[str, Any]]]] = {}
-        self._order = self.damaged = self.step = 0
-        self.total_steps: int | None = None
-        self.format = FORMAT
-        self.ended: dict[str, Any] | None = None
-        self.paused = False
-        self.controls: dict[str, dict[str, float]] = {}  # what can be set: value, low and high by key
-
-    def _read(self, block: bytes, many: bool = False) -> None:
-        """Take in whole lines; `many` says that there are so many that pyarrow pays."""
-        if many:
-            mark, others = b'"type": "step"', b""
-            steps = block
-            if block.count(mark) != block.count(b"\n"):
-                lines = block.splitlines(keepends=True)
-                steps = b"".join(line for line in lines if mark in line)
-                others = b"".join(line for line in lines if mark not in line)
-            series = columns_at_once(steps)
-            if series is not None:
-                self._extend(series)
-                block = others
-        rows, damaged = parse_lines(block)
-        self.damaged += damaged
-        self._take(rows)
-
-    def _extend(self, series: dict[str, tuple[Floats, Floats]]) -> None:
-        """Steps and values into series."""
-        for key, (steps, values) in series.items():
-            if self.window is not None:
-                kept = (steps >= self.window[0]) & (steps <= self.window[1])
-                steps, values = steps[kept], values[kept]
-            if key != "rank" and len(steps):
-                self._series.setdefault(key, Series(self.limit)).extend(steps, values)
-                self.step = max(self.step, int(steps[-1]))
-
-    def _take(self, rows: list[dict[str, Any]]) -> None:
-        """Numbers into series, everything else into events."""
-        alike: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-        for row in rows:
-            kind = row.get("type", "step")
-            if kind in ("step", "eval") and _count(row.get("step")) is None:
-                self.damaged += 1
-                continue
-            if kind == "step":
-                self.ended = None
-            else:
-                self._note(str(kind), row)
-            if kind in ("step", "eval"):
-                alike.setdefault((kind, *row), []).append(row)
-        for (kind, *_), group in alike.items():
-            series = columns(group)
-            steps = series.pop("step")
-            if kind == "eval":
-                series.pop("time", None)
-            self._extend({key: (steps, values) for key, values in series.items()})
-
-    def _note(self, kind: str, row: dict[str, Any]) -> None:
-        """Remember an event, and what it says of the run's state."""
-        self._order += 1
-        row = {k: _number(v) if type(v) is int and abs(v) >= 2**53 else v for k, v in row.items()}
-        row |= {"type": kind, "step": _count(row.get("step")) or 0}
-        self._events.setdefault(kind, deque(maxlen=self.KEPT)).append((self._order, row))
-        total = _count(row.get("total_steps"))
-        self.step = max(self.step, _count(row.get("step")) or 0)
-        if kind in ("start", "resume"):
-            self.total_steps = self.total_steps if total is None else total
-            self.format = row.get("format", FORMAT)
-            self.ended, self.paused = None, False
-            self.controls = _controls(row.get("controls"))
-        elif kind == "end":
-            self.ended, self.paused = row, False
-        elif kind == "control" and row.get("ok", True):
-            if row.get("request") == "set" and isinstance(row.get("new"), (int, float)):
-                self.controls.setdefault(str(row.get("key")), {})["value"] = _number(row["new"])
-            self.paused = {"pause": True, "resume": False, "stop": False}.get(str(row.get("request")), self.paused)
 
     def _age(self) -> float:
         """Seconds since the log was written, by the file system's word; never negative."""
@@ -610,25 +624,25 @@ class RunReader:
     @property
     def keys(self) -> list[str]:
         """Names of all metrics."""
-        return list(self._series)
+        return list(self.log.numbers)
 
     def series(self, key: str) -> tuple[Floats, Floats]:
         """Steps and values of a metric, both float64[n]; empty when there is none. See `Series.points`."""
-        return self._series[key].points() if key in self._series else (np.empty(0), np.empty(0))
+        return self.log.numbers[key].points() if key in self.log.numbers else (np.empty(0), np.empty(0))
 
     def means(self, key: str) -> tuple[Floats, Floats]:
         """Steps and bucket means: what a smooth curve is drawn through."""
-        return self._series[key].means() if key in self._series else (np.empty(0), np.empty(0))
+        return self.log.numbers[key].means() if key in self.log.numbers else (np.empty(0), np.empty(0))
 
     def last(self, key: str) -> float | None:
         """The newest value; None when there is none."""
-        newest = self._series[key].last if key in self._series else None
+        newest = self.log.numbers[key].last if key in self.log.numbers else None
         return None if newest is None else newest[1]
 
     @property
     def events(self) -> list[dict[str, Any]]:
         """What happened besides steps, oldest first: start, resume, control, save, eval, warning, nonfinite, end."""
-        return [row for _, row in sorted((e for kind in self._events.values() for e in kind), key=itemgetter(0))]
+        return self.log.events
 
     @property
     def config(self) -> dict[str, Any]:
@@ -656,26 +670,26 @@ class RunReader:
     @property
     def status(self) -> Status:
         """The state of the run."""
-        total = self.total_steps or _count(self.config.get("steps"))
+        total = self.log.total_steps or _count(self.config.get("steps"))
         silent = time.monotonic() - self._grew
         state, reason = "running", None
-        if not self._order and not self._series:
+        if not self.log.lines and not self.log.numbers:
             state = "waiting"
-        elif self.ended is not None:
-            state, reason = "ended", self.ended.get("reason")
-        elif self.paused:
+        elif self.log.ended is not None:
+            state, reason = "ended", self.log.ended.get("reason")
+        elif self.log.paused:
             state = "paused"
         elif silent > max(30.0, 10 * (self.last("perf/step_s") or 0.0)):
             state = "silent"
-        return Status(state, self.step, total, silent, None if reason is None else str(reason), str(self.path))
+        return Status(state, self.log.step, total, silent, None if reason is None else str(reason), str(self.path))
 
     @property
     def note(self) -> str:
         """What is unusual about the log itself, in words; empty when nothing is."""
         parts = [text for text in (self.problem, self._tail.note, self._samples.note) if text]
-        parts += [f"{self.damaged} line(s) of the log are damaged and were left out"] if self.damaged else []
-        if isinstance(self.format, int) and self.format > FORMAT:
-            parts.append(f"the log has format {self.format}, this reads {FORMAT}: something may be missing")
+        parts += [f"{self.log.damaged} line(s) of the log are damaged and were left out"] if self.log.damaged else []
+        if isinstance(self.log.format, int) and self.log.format > FORMAT:
+            parts.append(f"the log has format {self.log.format}, this reads {FORMAT}: something may be missing")
         return "; ".join(parts)
 
 # %% ../../nbs/widgets/reader.ipynb #51338b02
