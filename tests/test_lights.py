@@ -177,7 +177,9 @@ def test_the_button_beside_a_light_does_what_its_sentence_says(disease: str) -> 
     """Of each disease's light: the setting that the sentence names, moved as it says, and only what the run can set."""
     light, make = DISEASES[disease]
     able = {"kl_coef": {"value": 0.05, "low": 0.0, "high": 10.0}, "lr": {"value": 1e-4, "low": 0.0, "high": 0.01}}
-    reader: Any = SimpleNamespace(status=SimpleNamespace(state="running"), others=[], controls=able)
+    reader: Any = SimpleNamespace(
+        status=SimpleNamespace(state="running"), others=[], log=SimpleNamespace(controls=able)
+    )
     (found,) = (x for x in health(make(np.random.default_rng(0)), CONFIG) if x.name == light)
     asked = remedy(found, reader)
     assert (asked is None) == (light not in ADVICE)
@@ -185,7 +187,9 @@ def test_the_button_beside_a_light_does_what_its_sentence_says(disease: str) -> 
         said = {"kl_coef": ("set", 0.1), "lr": ("set", 5e-5), None: ("stop", None)}[ADVICE[light]]
         assert (asked["request"], asked["value"]) == said and (asked["key"] or "Stop") in found.text
         for state, others, controls in (("ended", [], able), ("running", ["x"], able), ("running", [], {})):
-            reader = SimpleNamespace(status=SimpleNamespace(state=state), others=others, controls=controls)
+            reader = SimpleNamespace(
+                status=SimpleNamespace(state=state), others=others, log=SimpleNamespace(controls=controls)
+            )
             assert remedy(found, reader) is None or (light == "KL left" and not controls)
 
 
@@ -204,7 +208,9 @@ def test_a_price_of_zero_is_not_doubled(kept: bool) -> None:
     if not kept:
         known = {k: v for k, v in known.items() if "kl" not in k}
     able = {"kl_coef": {"value": 0.0, "low": 0.0, "high": 10.0}} if kept else {}
-    reader: Any = SimpleNamespace(status=SimpleNamespace(state="running"), others=[], controls=able)
+    reader: Any = SimpleNamespace(
+        status=SimpleNamespace(state="running"), others=[], log=SimpleNamespace(controls=able)
+    )
     for light in (x for x in health(known, {"reward": "proxy", "kl_coef": 0.0}) if x.name in ("reward", "KL")):
         asked = remedy(light, reader)
         assert "Set kl_coef=0.05" in light.text and ("keeps no reference" in light.text) == (not kept), light

@@ -314,7 +314,9 @@ def test_a_payload_is_no_remedy(word: str) -> None:
     """What the cockpit's buttons of a light do and say comes from settings that the run names, and from numbers."""
     control = {"value": 0.1, "low": 0.0, "high": 1.0}
     reader: Any = SimpleNamespace(
-        status=SimpleNamespace(state="running"), others=[], controls={"kl_coef": control, word: control}
+        status=SimpleNamespace(state="running"),
+        others=[],
+        log=SimpleNamespace(controls={"kl_coef": control, word: control}),
     )
     for text in (f"raise {word}", f"set {word} to 0.5", f"{word} raise kl_coef {word}", f"lower {word} kl_coef"):
         found = remedy(Light("KL", "bad", text), reader)
